@@ -261,7 +261,7 @@ def _backward(
 MASK_TENSORS = """Tensor? sinks, Tensor? cu_seqlens, Tensor? slopes, Tensor? seed,
     Tensor? key_lengths"""
 MASK_OPTIONS = """int? window_left, int? window_right, int prefix, float? softcap, bool alibi,
-    int? query_offset, float dropout, str? padding"""
+    int? query_offset, float dropout, str? padding, str bits"""
 _OPTIONS = f"""int[]? segment_lengths, int[]? dilation_rates, str mode, str? group_scale,
     str? offsets, str? mixing_gradient, bool causal, float? scale, int? ranks, str sharding,
     str queries, str? precision, str checkpoint, int redundancy, float? deadline,
@@ -332,16 +332,16 @@ def flatten_masks(options: tuple[Any, ...]) -> list[Any]:
     left, right = options.window or (None, None)
     alibi = options.alibi_slopes is True
     scores = [options.prefix, options.softcap, alibi]
-    rest = [options.query_offset, float(options.dropout), options.padding]
+    rest = [options.query_offset, float(options.dropout), options.padding, options.bits]
     return [left, right, *scores, *rest]
 
 
 def unflatten_masks(left: Any, right: Any, *rest: Any) -> list[Any]:
     """The inverse: the fields of :class:`Options` from the window on."""
-    prefix, softcap, alibi, query_offset, dropout, padding = rest
+    prefix, softcap, alibi, query_offset, dropout, padding, bits = rest
     window = None if left is None and right is None else (left, right)
     scores = [window, prefix, softcap, alibi or None, None]
-    return [*scores, query_offset, dropout, None, padding]
+    return [*scores, query_offset, dropout, None, padding, bits]
 
 
 def operator_arguments(options: tuple[Any, ...]) -> list[Any]:

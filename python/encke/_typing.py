@@ -37,4 +37,5 @@ class AttentionOptions(TypedDict, total=False):
     redundancy: int
     deadline: Optional[float]
     deterministic: bool
+    bits: str
     memory_per_rank: Optional[int]

@@ -88,6 +88,7 @@ def ring_attention(
     seed: Any = None,
     precision: Any = None,
     checkpoint: str = "keep",
+    bits: str = "planned",
     return_lse: bool = False,
 ) -> Any:
     """Attention of this rank's rows ``[batch, rows, heads, dim]`` over the keys of all ranks.
@@ -107,6 +108,9 @@ def ring_attention(
         that all ranks have: DistributedDataParallel, or an all-reduce, adds up those of all ranks.
     dropout, seed
         A seed is needed, the same on all ranks and another one in every call.
+    bits
+        With ``"invariant"`` the same bits on every ring, on the CPU: shards are contiguous, and
+        begin at multiples of 512 rows of every segment (``"invariant:32"``: of 32).
 
     The other options are those of :func:`encke.attention`. Returns out, or (out, lse) with
     ``return_lse``.
@@ -129,6 +133,7 @@ def ring_attention(
         checkpoint=checkpoint,
         softcap=softcap,
         padding=padding,
+        bits=bits,
     )
     refusal: Optional[Exception] = None
     try:

@@ -98,6 +98,7 @@ def attention(
     redundancy: int = 0,
     deadline: Optional[float] = None,
     deterministic: bool = True,
+    bits: str = "planned",
     memory_per_rank: Optional[int] = None,
     return_lse: bool = False,
 ) -> Any:
@@ -199,6 +200,11 @@ def attention(
     deterministic
         Whether every run gives the same bits. The CPU always does; False lets a GPU sum gradients
         in the fastest order.
+    bits
+        ``"planned"``, the fastest order of sums, which another ring has otherwise; or
+        ``"invariant"``: the same bits on every contiguous ring, on the CPU, whatever else is in
+        the call. Rings are cut at multiples of 512 rows of every segment, or of fewer with
+        ``"invariant:256"`` down to ``"invariant:32"``; the bits belong to that number.
 
     Returns out, ``[batch, queries, heads, value_dim]``, or with ``return_lse`` (out, lse): the lse
     is ``[batch, queries, heads]``, float32 (float64 for float64), and minus infinity where a query
@@ -266,6 +272,7 @@ def attention(
         dropout and rate_of(dropout),
         None,
         padding,
+        bits,
     )
     plain = (
         not dropout

@@ -52,6 +52,7 @@ class Options(NamedTuple):
     dropout: float = 0.0
     seed: Optional[int] = None
     padding: Optional[str] = None
+    bits: str = "planned"
 
 
 DOCUMENTS = Options._fields.index("documents")

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use encke::{
-    Attention, Auto, Balance, Builder, CacheLimits, CheckpointPolicy, Cut, DType, Documents,
+    Attention, Auto, Balance, Bits, Builder, CacheLimits, CheckpointPolicy, Cut, DType, Documents,
     Dropout, GroupScale, MixingGradient, Mode, OffsetRule, Padding, Pattern, Precision, Queries,
     Window,
 };
@@ -100,6 +100,8 @@ pub(crate) struct PyRingOptions {
     deadline: Option<f64>,
     #[pyo3(item)]
     pub deterministic: bool,
+    #[pyo3(item)]
+    bits: String,
     #[pyo3(item)]
     memory_per_rank: Option<usize>,
 }
@@ -281,6 +283,7 @@ impl PyRingOptions {
             .queries(named("queries", Some(&self.queries), &queries)?)
             .checkpoint(named("checkpoint", Some(&self.checkpoint), &policies)?)
             .precision(precision)
+            .bits(self.bits()?)
             .redundancy(self.redundancy);
         if let Some(scale) = self.scale {
             builder = builder.scale(scale);
@@ -305,6 +308,11 @@ impl PyRingOptions {
             ));
         }
         Ok(builder)
+    }
+
+    /// What the bits of results may depend on.
+    fn bits(&self) -> PyResult<Bits> {
+        self.bits.parse().map_err(|error| error::request(&error))
     }
 
     /// Which pairs are dropped, if any.

@@ -104,6 +104,18 @@ def equals_one_process():
     return count
 
 
+def invariant_bits():
+    """Every number of processes has the bits of one."""
+    ranks = dist.get_world_size()
+    for options in (DENSE, dict(causal=True), dict(segment_lengths=[4096], dilation_rates=[2])):
+        options = dict(options, bits="invariant:32")
+        given = tensors(64 * ranks + 20, dtype=torch.float32)
+        sizes = [64] * (ranks - 1) + [84]
+        got = together(*given, dict(sizes=sizes), sizes, **options)
+        for mine, whole in zip(got, alone(*given, **options)):
+            assert torch.equal(mine, ring.shard(whole, sizes=sizes)), options
+
+
 def low_precision_and_checkpoints():
     cut = dict(sharding="zigzag")
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 4e-2), (torch.float16, 4e-3)):
@@ -413,6 +425,7 @@ def all_cases(backend="gloo"):
     start(backend=backend)
     cases = [
         equals_one_process,
+        invariant_bits,
         low_precision_and_checkpoints,
         the_same_bits_twice,
         strided_inputs,

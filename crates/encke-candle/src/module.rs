@@ -92,15 +92,8 @@ impl RingDilatedAttention {
         })
     }
 
-    /// The attention of the layer.
-    pub fn attention(&self) -> &Attention {
-        &self.attention
-    }
-}
-
-impl Module for RingDilatedAttention {
-    /// `[b, n, width]` to `[b, n, width]`.
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    /// Queries, keys and values of rows `[b, n, width]`, each `[b, n, heads, head_dim]`.
+    pub fn project(&self, x: &Tensor) -> Result<[Tensor; 3]> {
         let LayerConfig {
             heads,
             kv_heads,
@@ -116,9 +109,27 @@ impl Module for RingDilatedAttention {
             q = rms_norm(&q, q_norm)?;
             k = rms_norm(&k, k_norm)?;
         }
-        let out = attention(&q, &k, &v, &self.attention)?;
-        let out = out.to_dtype(x.dtype())?;
+        Ok([q, k, v])
+    }
+
+    /// Rows `[b, n, width]` of an output of the attention, `[b, n, heads, head_dim]`.
+    pub fn merge_heads(&self, out: &Tensor) -> Result<Tensor> {
+        let (batch, tokens, heads, dim) = out.dims4()?;
         self.out
-            .forward(&out.reshape((batch, tokens, heads * head_dim))?)
+            .forward(&out.reshape((batch, tokens, heads * dim))?)
+    }
+
+    /// The attention of the layer.
+    pub fn attention(&self) -> &Attention {
+        &self.attention
+    }
+}
+
+impl Module for RingDilatedAttention {
+    /// `[b, n, width]` to `[b, n, width]`.
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let [q, k, v] = self.project(x)?;
+        let out = attention(&q, &k, &v, &self.attention)?;
+        self.merge_heads(&out.to_dtype(x.dtype())?)
     }
 }

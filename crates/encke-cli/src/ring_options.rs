@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use encke::cost::Machine;
 use encke::tune::MachineSource;
-use encke::{Auto, Balance, Builder, Cut, Queries, Rotating, Schedule};
+use encke::{Auto, Balance, Bits, Builder, Cut, Queries, Rotating, Schedule};
 use encke_lab::number::{bytes, count};
 
 /// Ranks, sharding and schedule.
@@ -38,6 +38,12 @@ pub struct RingOptions {
     /// dq: fewer bytes unless heads share keys), or auto [default: keys].
     #[arg(long, value_name = "WHAT", value_parser = open(rotate))]
     rotate: Option<Open<Rotating>>,
+
+    /// What the bits of results may depend on: planned (the ring, the fastest), invariant (the call
+    /// alone: the same bits on every contiguous ring), or invariant:TILE, on tiles of 32, 64, 128
+    /// or 256 rows instead of 512 [default: planned].
+    #[arg(long, value_name = "WHAT", value_parser = bits)]
+    bits: Option<Bits>,
 
     /// Number of other ranks that keep each rank's inputs, so that the call survives when a rank
     /// dies [default: 0].
@@ -115,6 +121,11 @@ fn width(text: &str) -> Result<usize, String> {
             _ => Err("write ring, gather, or the number of parcels at a time, from 1".to_string()),
         },
     }
+}
+
+/// Parses what bits may depend on.
+pub fn bits(text: &str) -> Result<Bits, String> {
+    text.parse::<Bits>().map_err(|error| error.to_string())
 }
 
 fn rotate(text: &str) -> Result<Rotating, String> {
@@ -312,6 +323,7 @@ impl RingOptions {
         };
         let builder = builder.ranks(ranks).sharding(cut).balanced(balance);
         let builder = builder.queries(queries).schedule(schedule);
-        Ok(builder.redundancy(redundancy))
+        let bits = self.bits.unwrap_or_default();
+        Ok(builder.redundancy(redundancy).bits(bits))
     }
 }

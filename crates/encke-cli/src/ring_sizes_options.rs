@@ -2,11 +2,11 @@
 
 use anyhow::{Result, bail};
 use clap::Args;
-use encke::{Attention, Builder, Cut, Queries};
+use encke::{Attention, Bits, Builder, Cut, Queries};
 use encke_lab::number::count;
 
 use crate::pattern_options::PatternOptions;
-use crate::ring_options::{cut, queries};
+use crate::ring_options::{bits, cut, queries};
 
 /// Their heading in help.
 pub const HEADING: &str = "Rings";
@@ -35,6 +35,11 @@ pub struct RingSizesOptions {
     #[arg(long, value_name = "HOW", value_parser = queries)]
     queries: Option<Queries>,
 
+    /// What the bits of results may depend on: planned, invariant, or invariant:TILE [default:
+    /// planned].
+    #[arg(long, value_name = "WHAT", value_parser = bits)]
+    bits: Option<Bits>,
+
     /// Number of other ranks that keep each rank's inputs; at most the ring size minus one.
     #[arg(long, value_name = "R", value_parser = count, default_value = "0")]
     redundancy: usize,
@@ -59,6 +64,7 @@ impl RingSizesOptions {
             .ranks(ranks)
             .sharding(self.sharding.clone().unwrap_or(Cut::Contiguous))
             .queries(self.queries.unwrap_or(Queries::Sharded))
+            .bits(self.bits.unwrap_or_default())
             .redundancy(self.redundancy.min(ranks.saturating_sub(1))))
     }
 }

@@ -25,6 +25,8 @@ Examples:
       2000 calls with injected faults: their outcomes, by the kind of fault.
   encke verify --faults --redundancy 1 --count 10000 --minutes 30
       Calls that survive: when ranks die, the others adopt their tokens and continue.
+  encke verify --bits --count 3000 --minutes 60
+      Calls with --bits invariant: rings of 2, 3, 4, 8 and 16 have the bits of one rank.
   mpirun -n 4 encke verify --count 50
       As several processes: whether messages arrive as they were sent, and whether every rank has
       the bits of threads and of the simulator.
@@ -70,6 +72,10 @@ pub struct Options {
     #[arg(long)]
     faults: bool,
 
+    /// Compare rings of several sizes with one rank, bit for bit, instead of with the reference.
+    #[arg(long, conflicts_with = "faults")]
+    bits: bool,
+
     /// With --faults: number of other ranks that keep each rank's inputs, so that deaths are
     /// survived.
     #[arg(long, value_name = "R", value_parser = count, default_value = "0", requires = "faults")]
@@ -84,6 +90,11 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<Verdict> {
     let limit = options.limit()?;
     let mut suite = match (options.faults, options.device.device) {
+        (_, ComputeDevice::Cpu) if options.bits => VerifySuite::bits()?,
+        (_, device) if options.bits => bail!(
+            "--bits compares rings on the CPU, whose bits can be invariant; leave --device \
+             {device} out"
+        ),
         (true, ComputeDevice::Cpu) => VerifySuite::faults(options.redundancy)?,
         (true, device) => bail!(
             "--faults tests messages and runs in the simulator, on the CPU; leave --device \
@@ -116,6 +127,9 @@ pub fn run_as_rank(
     let ready = (|| {
         if options.faults {
             bail!("--faults runs in the simulator, in one process; start it without a launcher");
+        }
+        if options.bits {
+            bail!("--bits compares rings of threads, in one process; start it without a launcher");
         }
         options.device.refuse_in_processes()?;
         Ok((
@@ -193,6 +207,9 @@ impl Options {
 
     /// The options that select the suite, for a command that repeats one configuration.
     fn arguments_to_repeat(&self) -> String {
+        if self.bits {
+            return "--bits ".to_string();
+        }
         match (self.faults, self.redundancy, self.device.device) {
             (true, 0, _) => "--faults ".to_string(),
             (true, redundancy, _) => format!("--faults --redundancy {redundancy} "),
@@ -213,6 +230,7 @@ impl Options {
         };
         let passed = match suite {
             VerifySuite::Reference(_) => "all agree with the reference",
+            VerifySuite::Bits(_) => "all rings have the bits of one rank",
             VerifySuite::Faults(_) => {
                 "each ended right, or with an error on every rank within its deadline"
             }

@@ -333,6 +333,62 @@ pub enum Error {
         /// Replicas of each rank's inputs.
         redundancy: usize,
     },
+    /// A name of [`Bits`](crate::Bits) that does not exist.
+    #[error("bits = {got} is unknown; use planned, invariant, or invariant:TILE")]
+    BitsName {
+        /// The name.
+        got: String,
+    },
+    /// Tiles that kernels do not compute in one step.
+    #[error(
+        "bits = invariant on tiles of {got} rows is not supported; \
+         use a power of two from {least} to {most}"
+    )]
+    BitsTile {
+        /// Rows of a tile.
+        got: usize,
+        /// The fewest.
+        least: usize,
+        /// The most.
+        most: usize,
+    },
+    /// A sharding that divides a tile.
+    #[error(
+        "bits = invariant cannot cut the sequence before token {cut}: the segment that begins at \
+         token {start} has tiles of {tile} rows with dilation {dilation}, so cut at token \
+         {lower} or {upper}, or use smaller tiles"
+    )]
+    BitsCut {
+        /// The first token of a rank.
+        cut: usize,
+        /// The first token of the segment.
+        start: usize,
+        /// Rows of a tile.
+        tile: usize,
+        /// Tokens from one row to the next.
+        dilation: usize,
+        /// The nearest cut of the segment before it.
+        lower: usize,
+        /// The nearest one after it.
+        upper: usize,
+    },
+    /// A sharding whose ranks do not follow one another.
+    #[error(
+        "bits = invariant needs one contiguous shard per rank, in the order of the ranks; the \
+         tokens of rank {rank} are not (use a contiguous sharding)"
+    )]
+    BitsSharding {
+        /// The rank.
+        rank: usize,
+    },
+    /// An option that has an order of sums of its own.
+    #[error("bits = invariant is not available with {what}; {hint}")]
+    BitsOption {
+        /// The option.
+        what: &'static str,
+        /// What to use instead.
+        hint: &'static str,
+    },
     /// Every rank that held a shard is gone.
     #[error(
         "the tokens of rank {shard} are lost: it died, and so did every rank with a replica of its \

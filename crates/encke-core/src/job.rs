@@ -11,6 +11,7 @@ use serde::Serialize;
 
 pub use crate::dropout::JobDropout;
 pub use crate::mask::{Band, Mask, Piece, Window};
+pub use crate::tiles::{JobTiles, TilePart};
 
 /// An affine view of a buffer: maps (batch, segment, row, head) to an address in elements.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -88,6 +89,9 @@ pub struct Job {
     pub scale: f64,
     /// Factor of the output after the softmax. The backward pass needs it too.
     pub gain: f64,
+    /// The tiles in whose order it is summed; None if the kernel decides the order.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tiles: Option<JobTiles>,
 }
 
 impl Job {
@@ -132,9 +136,13 @@ impl Job {
     /// The keys that query row `i` sees.
     #[inline]
     pub fn visible(&self, i: usize) -> Range<usize> {
-        match &self.mask {
+        let visible = match &self.mask {
             None => 0..self.keys,
             Some(mask) => mask.visible(i, self.keys),
+        };
+        match &self.tiles {
+            None => visible,
+            Some(tiles) => tiles.visible(i, visible),
         }
     }
 
@@ -190,9 +198,12 @@ impl Job {
     /// (query, key) pairs the job computes, over all batch entries, segments and heads.
     pub fn pairs(&self) -> u128 {
         let each = (self.batch * self.segments * self.heads) as u128;
-        let one: u128 = match &self.mask {
-            None => self.queries as u128 * self.keys as u128,
-            Some(mask) => mask.pairs(self.queries, self.keys),
+        let one: u128 = match (&self.mask, self.tiles) {
+            (_, Some(tiles)) if tiles.part != TilePart::All => {
+                return self.tile_steps().map(|step| step.pairs()).sum();
+            }
+            (None, _) => self.queries as u128 * self.keys as u128,
+            (Some(mask), _) => mask.pairs(self.queries, self.keys),
         };
         each * one
     }
@@ -208,6 +219,10 @@ impl Job {
             q: of(&self.q),
             cells: of(&self.cells),
             dq: self.dq.as_ref().map(of),
+            tiles: self.tiles.map(|tiles| JobTiles {
+                query: tiles.query + rows.start,
+                ..tiles
+            }),
             mask: self.mask.as_ref().map(|mask| mask.of_queries(rows)),
             ..self.clone()
         }
@@ -303,6 +318,7 @@ mod tests {
             dropout: None,
             scale: 0.5,
             gain: 1.0,
+            tiles: None,
         };
         assert_eq!(job.score(1, 2, 1, 6.0), (3.0, 1.0));
         job.transform = Some(ScoreTransform {

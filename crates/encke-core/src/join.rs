@@ -207,6 +207,9 @@ impl Job {
             && self.transform.as_ref().is_none_or(|of| of.slopes.is_none())
             && self.dropout.is_none()
             && next.dropout.is_none()
+            // Joined jobs have another order of sums.
+            && self.tiles.is_none()
+            && next.tiles.is_none()
     }
 
     /// Whether two operands have the same addresses for `rows` rows.
@@ -366,6 +369,7 @@ mod tests {
             dropout: None,
             scale: 0.5,
             gain: 1.0,
+            tiles: None,
         }
     }
 

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod agreement;
+pub mod bits;
 pub mod conformance;
 pub mod denominator;
 mod documents;
@@ -33,9 +34,11 @@ pub mod shape;
 pub mod sharding;
 pub mod sinks;
 pub mod tensor;
+mod tiles;
 pub mod transport;
 mod visible;
 
+pub use bits::Bits;
 pub use documents::Documents;
 pub use dropout::Dropout;
 pub use dtype::{DType, Data, Element, Slice};

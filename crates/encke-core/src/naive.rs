@@ -155,6 +155,10 @@ impl Kernel for NaiveKernel {
         Ok(())
     }
 
+    fn repeats_bits(&self) -> bool {
+        true
+    }
+
     fn workspace_bytes(&self, _: &Job, _: Pass, _: DType) -> usize {
         0 // widened copies are not counted: plans never use the oracle
     }

@@ -51,6 +51,7 @@ fn job(first: usize, tokens: usize, [dim, value_dim]: [usize; 2]) -> Job {
         dropout: None,
         scale: 1.0 / (dim as f64).sqrt(),
         gain: 1.0,
+        tiles: None,
     }
 }
 

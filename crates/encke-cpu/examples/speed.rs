@@ -42,6 +42,7 @@ fn job(causal: bool) -> Job {
         dropout: None,
         scale: 1.0 / (DIM as f64).sqrt(),
         gain: 1.0,
+        tiles: None,
     }
 }
 

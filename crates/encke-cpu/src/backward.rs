@@ -240,7 +240,7 @@ impl<X: Vector> BackwardCall<'_, X> {
         let piece = &self.grid.pieces[block.piece];
         let visible = LaneRanges::union(ranges);
         let head = self.grid.groups[block.group][0];
-        for panel in KeyPanel::cover::<R>(&piece.keys, visible, task.keys.clone()) {
+        for panel in KeyPanel::cover::<R>(&piece.keys, visible, task.keys.clone(), KEYS) {
             let KeyPanel { first, count } = panel;
             let address = |j: usize| job.k.at(block.batch, block.segment, first + j, head);
             let value_address = |j: usize| job.value(address(j));

@@ -3,6 +3,9 @@
 //! Scores exist for one panel of keys and one tile of queries at a time. Panels that no query of a
 //! block sees are not packed, a tile skips rows that are hidden from all its queries, and only
 //! tiles that do not see a whole panel are masked.
+//!
+//! A job on a grid takes its panels from the last to the first and continues the carry's sums, so
+//! that a row's bits do not depend on where its keys are cut into jobs.
 
 use encke_core::Element;
 use encke_core::dtype::Slice;
@@ -115,7 +118,15 @@ impl<X: Vector, const R: usize> SimdTask for ForwardTaskRun<'_, X, R> {
             call.load(block, i, tile, &mut panels);
             for lane in 0..lanes::<X>() {
                 // Lanes without a query repeat the last one, so that they need no mask.
-                ranges[i].set(lane, piece.visible(tile.first + lane.min(tile.count - 1)));
+                let row = tile.first + lane.min(tile.count - 1);
+                let visible = piece.visible(row);
+                ranges[i].set(
+                    lane,
+                    match &call.job.tiles {
+                        None => visible,
+                        Some(tiles) => tiles.visible(row, visible),
+                    },
+                );
             }
         }
         call.attend::<R>(block, &ranges[..block.tiles.len()], &mut panels);
@@ -152,7 +163,18 @@ impl<X: Vector> ForwardCall<'_, X> {
         panel::transpose(self.x, rows, (lanes, width), &mut panels.q[at]);
         let cells = i * lanes..(i + 1) * lanes;
         let value_width = padded::<X>(job.value_dim);
-        panels.out[cells.start * value_width..cells.end * value_width].fill(X::A::ZERO);
+        let out = &mut panels.out[cells.start * value_width..cells.end * value_width];
+        out.fill(X::A::ZERO);
+        if self.target.continues && self.target.previous.is_some() {
+            let rows = &mut panels.v[..lanes * value_width];
+            rows.fill(X::A::ZERO);
+            for lane in 0..tile.count {
+                let row = &mut rows[lane * value_width..][..job.value_dim];
+                // SAFETY: as below.
+                unsafe { self.target.initial_sums(self.cell(block, tile, lane), row) };
+            }
+            panel::transpose(self.x, rows, (lanes, value_width), out);
+        }
         let (m, l) = (&mut panels.m[cells.clone()], &mut panels.l[cells]);
         m.fill(X::A::NEG_INFINITY);
         l.fill(X::A::ZERO);
@@ -200,9 +222,16 @@ impl<X: Vector> ForwardCall<'_, X> {
         let keys = &self.grid.pieces[block.piece].keys;
         let visible = LaneRanges::union(ranges);
         let head = self.grid.groups[block.group][0];
-        for panel in KeyPanel::cover::<R>(keys, visible.clone(), keys.clone()) {
+        let descending = job.tiles.is_some();
+        let size = job.tiles.map_or(KEYS, |tiles| tiles.tile.min(KEYS));
+        let mut covering = KeyPanel::cover::<R>(keys, visible.clone(), keys.clone(), size);
+        while let Some(panel) = match descending {
+            false => covering.next(),
+            true => covering.next_back(),
+        } {
             let KeyPanel { first, count } = panel;
-            let address = |j: usize| job.k.at(block.batch, block.segment, first + j, head);
+            let key = |row: usize| job.k.at(block.batch, block.segment, row, head);
+            let address = |j: usize| key(first + j);
             let value_address = |j: usize| job.value(address(j));
             let used = count.next_multiple_of(R);
             let k = &mut panels.k[..used * width];
@@ -211,11 +240,18 @@ impl<X: Vector> ForwardCall<'_, X> {
             panel::rows(self.v, job.value_dim, count, value_address, value_width, v);
             // Hidden values are multiplied by zero weights, which hides only finite ones.
             let finite = job.mask.is_none() || panel::finite(&v[..count * value_width]);
-            let next = (visible.end - first - count).min(KEYS);
+            let (next_first, next) = match descending {
+                false => (first + count, (visible.end - first - count).min(size)),
+                true => {
+                    let before = first.saturating_sub(visible.start).min(size);
+                    (first - before, before)
+                }
+            };
             for (i, ranges_of_tile) in ranges.iter().enumerate() {
                 for j in i * next / ranges.len()..(i + 1) * next / ranges.len() {
-                    panel::prefetch(self.k, address(count + j), job.dim);
-                    panel::prefetch(self.v, value_address(count + j), job.value_dim);
+                    let next = key(next_first + j);
+                    panel::prefetch(self.k, next, job.dim);
+                    panel::prefetch(self.v, job.value(next), job.value_dim);
                 }
                 let Some(rows) = ranges_of_tile.rows::<R>(&panel) else {
                     continue;

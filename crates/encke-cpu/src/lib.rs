@@ -350,8 +350,8 @@ impl Kernel for CpuKernel {
         };
         self.writable_cells(job)?;
         match dtype {
-            DType::F64 => self.forward_f64(job, [q, k, v], Target::new(state, job.gain)),
-            _ => self.forward_f32(job, [q, k, v], Target::new(state, job.gain)),
+            DType::F64 => self.forward_f64(job, [q, k, v], Target::new(state, job)),
+            _ => self.forward_f32(job, [q, k, v], Target::new(state, job)),
         }
         Ok(())
     }
@@ -486,6 +486,14 @@ impl Kernel for CpuKernel {
             DType::F64 => dispatch!(self, f64, shape::tile()),
             DType::F32 | DType::Bf16 | DType::F16 => dispatch!(self, f32, shape::tile()),
         }
+    }
+
+    fn repeats_bits(&self) -> bool {
+        true
+    }
+
+    fn attends_in_order(&self) -> bool {
+        true
     }
 
     fn scratch_bytes(&self) -> usize {

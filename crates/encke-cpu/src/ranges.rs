@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use crate::real::Real;
-use crate::shape::{KEYS, MAX_LANES, VECTORS};
+use crate::shape::{MAX_LANES, VECTORS};
 use crate::vector::Vector;
 
 /// The keys that are visible to each lane of a tile.
@@ -60,24 +60,25 @@ pub(crate) struct KeyPanel {
 
 impl KeyPanel {
     /// Panels that cover the keys `visible`, as far as they are in `keys`. Panels end at multiples
-    /// of [`KEYS`] from the first key of a piece on, and begin at multiples of `R`: where sums are
+    /// of `size` from the first key of a piece on, and begin at multiples of `R`: where sums are
     /// rescaled does not depend on the block that the panels are made for.
     #[inline(always)]
     pub fn cover<const R: usize>(
         piece: &Range<usize>,
         visible: Range<usize>,
         keys: Range<usize>,
-    ) -> impl Iterator<Item = KeyPanel> {
+        size: usize,
+    ) -> impl DoubleEndedIterator<Item = KeyPanel> {
         let start = visible.start.max(keys.start);
         let end = visible.end.min(keys.end);
         let before = start.saturating_sub(piece.start);
         let (aligned, first) = (
-            piece.start + before / KEYS * KEYS,
+            piece.start + before / size * size,
             piece.start + before / R * R,
         );
-        (aligned..end).step_by(KEYS).map(move |panel| KeyPanel {
+        (aligned..end).step_by(size).map(move |panel| KeyPanel {
             first: panel.max(first),
-            count: end.min(panel + KEYS) - panel.max(first),
+            count: end.min(panel + size) - panel.max(first),
         })
     }
 }

@@ -4,6 +4,7 @@
 //! a carry, or, if it is the last job of its queries, normalized to out and lse.
 
 use encke_core::Data;
+use encke_core::job::Job;
 use encke_core::kernel::{Carry, SoftmaxState};
 use half::{bf16, f16};
 
@@ -60,6 +61,9 @@ pub struct Target<'a, A> {
     pub previous: Option<Carry<SharedRows<'a, A>>>,
     /// The destination.
     pub output: ForwardOutput<'a, A>,
+    /// Whether a row's sums start with those of the carry, so that a job continues them in order,
+    /// rather than that both are added up at the end.
+    pub continues: bool,
 }
 
 /// The destination of a forward job's result.
@@ -79,8 +83,9 @@ pub enum ForwardOutput<'a, A> {
 }
 
 impl<'a, A: Real> Target<'a, A> {
-    /// The target that `state` describes; out is multiplied by `gain`.
-    pub fn new(state: SoftmaxState<'a, Data>, gain: f64) -> Target<'a, A> {
+    /// The target that `state` describes for a job; out is multiplied by its gain.
+    pub fn new(state: SoftmaxState<'a, Data>, job: &Job) -> Target<'a, A> {
+        let continues = job.tiles.is_some();
         match state {
             SoftmaxState::Accumulate { carry, starts } => {
                 let Carry { acc, m, l } = Carry {
@@ -91,6 +96,7 @@ impl<'a, A: Real> Target<'a, A> {
                 Target {
                     previous: (!starts).then_some(Carry { acc, m, l }),
                     output: ForwardOutput::Carry(Carry { acc, m, l }),
+                    continues,
                 }
             }
             SoftmaxState::Finish { carry, out, lse } => Target {
@@ -102,8 +108,9 @@ impl<'a, A: Real> Target<'a, A> {
                 output: ForwardOutput::Final {
                     out: OutputRows::new(out),
                     lse: SharedRows::new(A::slice_mut(lse)),
-                    gain: A::from_f64(gain),
+                    gain: A::from_f64(job.gain),
                 },
+                continues,
             },
         }
     }
@@ -118,6 +125,19 @@ impl<'a, A: Real> Target<'a, A> {
             // SAFETY: the caller's promise.
             Some(Carry { m, l, .. }) => unsafe { (m.read(cell, 1)[0], l.read(cell, 1)[0]) },
             None => (A::NEG_INFINITY, A::ZERO),
+        }
+    }
+
+    /// The sums that a row starts with, copied to `row`, which is zero.
+    ///
+    /// # Safety
+    /// As for [`Target::initial_max_and_sum`].
+    #[inline(always)]
+    pub unsafe fn initial_sums(&self, cell: usize, row: &mut [A]) {
+        if let Some(previous) = self.previous.as_ref().filter(|_| self.continues) {
+            let dim = row.len();
+            // SAFETY: the caller's promise.
+            row.copy_from_slice(unsafe { previous.acc.read(cell * dim, dim) });
         }
     }
 
@@ -159,7 +179,9 @@ impl<'a, A: Real> Target<'a, A> {
         let dim = row.len();
         // SAFETY: the caller's promise.
         unsafe {
-            self.add_previous(cell, row, m);
+            if !self.continues {
+                self.add_previous(cell, row, m);
+            }
             match &self.output {
                 ForwardOutput::Carry(carry) => {
                     carry.acc.row(cell * dim, dim).copy_from_slice(row);

@@ -101,6 +101,7 @@ fn job(tokens: usize, dim: usize) -> Job {
         dropout: None,
         scale: 0.3,
         gain: 1.0,
+        tiles: None,
     }
 }
 

@@ -278,4 +278,9 @@ impl Cluster {
     pub fn sum(&mut self, own: &[f32]) -> Result<Vec<f32>> {
         self.collective(|all| all.sum(own))
     }
+
+    /// The same over several terms of each rank, in order.
+    pub fn sum_terms(&mut self, own: &[f32], counts: &[usize]) -> Result<Vec<f32>> {
+        self.collective(|all| all.sum_terms(own, counts))
+    }
 }

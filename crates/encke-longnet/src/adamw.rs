@@ -2,6 +2,7 @@
 //! uninterrupted one.
 
 use anyhow::{Result, ensure};
+use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 
 use crate::weights::Weights;
@@ -52,12 +53,8 @@ impl AdamW {
 
     /// The gradient of a loss for each weight; zeros for a weight that the loss does not depend on.
     pub fn gradients(&self, loss: &Tensor) -> Result<Vec<Tensor>> {
-        let all = loss.backward()?;
-        let gradient = |weight: &AdamWParameter| match all.get(&weight.variable) {
-            Some(gradient) => Ok(gradient.clone()),
-            None => Ok(weight.variable.zeros_like()?),
-        };
-        self.weights.iter().map(gradient).collect()
+        let weights = self.weights.iter().map(|weight| &weight.variable);
+        gradients_of(weights, &loss.backward()?)
     }
 
     /// One step with these gradients, in the order of [`AdamW::gradients`], and this learning rate.
@@ -147,6 +144,18 @@ impl AdamW {
         }
         Ok(())
     }
+}
+
+/// The gradient of each of some weights; zeros for one that the loss does not depend on.
+pub fn gradients_of<'w>(
+    weights: impl Iterator<Item = &'w Var>,
+    all: &GradStore,
+) -> Result<Vec<Tensor>> {
+    let gradient = |weight: &Var| match all.get(weight) {
+        Some(gradient) => Ok(gradient.clone()),
+        None => Ok(weight.zeros_like()?),
+    };
+    weights.map(gradient).collect()
 }
 
 /// The learning rate of a step: linear warmup, then cosine decay to a tenth of the peak.

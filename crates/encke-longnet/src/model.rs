@@ -7,7 +7,7 @@
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Embedding, Linear, VarBuilder, linear_no_bias};
-use encke_candle::{Attention, LayerConfig, RingDilatedAttention, rms_norm};
+use encke_candle::{Attention, LayerConfig, RingDilatedAttention, attention, rms_norm};
 use serde::{Deserialize, Serialize};
 
 /// The sizes of a model.
@@ -77,6 +77,30 @@ impl LongNet {
     /// The hidden states `[batch, rows, width]` of some rows. `sequences` are complete, `rows` are
     /// the positions to compute, in the order in which the attention has them.
     pub fn rows(&self, sequences: &[Vec<u32>], rows: &[usize]) -> Result<Tensor> {
+        let mut blocks = LongNet::rows_of_blocks(&[self], sequences, &[rows])?;
+        Ok(blocks.remove(0))
+    }
+
+    /// The same of several blocks of rows, each with a copy of the model of its own, so that each
+    /// has its own gradients: only the attention takes all rows together.
+    pub fn rows_of_blocks(
+        copies: &[&LongNet],
+        sequences: &[Vec<u32>],
+        blocks: &[&[usize]],
+    ) -> Result<Vec<Tensor>> {
+        let of = copies.iter().zip(blocks);
+        let embedded = of.map(|(copy, rows)| copy.embedded(sequences, rows));
+        let mut x: Vec<Tensor> = embedded.collect::<Result<_>>()?;
+        for layer in 0..copies.first().map_or(0, |copy| copy.layers.len()) {
+            let layers: Vec<&Layer> = copies.iter().map(|copy| &copy.layers[layer]).collect();
+            x = Layer::forward(&layers, x)?;
+        }
+        let normed = copies.iter().zip(x);
+        normed.map(|(copy, x)| rms_norm(&x, &copy.norm)).collect()
+    }
+
+    /// The sums of embeddings that rows start with.
+    fn embedded(&self, sequences: &[Vec<u32>], rows: &[usize]) -> Result<Tensor> {
         let before_first = self.sizes.symbols as u32;
         let mut x: Option<Tensor> = None;
         for (before, table) in self.recent.iter().enumerate() {
@@ -95,18 +119,14 @@ impl LongNet {
                 Some(x) => (x + embedded)?,
             });
         }
-        let mut x = match x {
-            Some(x) => x,
+        match x {
+            Some(x) => Ok(x),
             None => Tensor::zeros(
                 (sequences.len(), rows.len(), self.sizes.width),
                 DType::F32,
                 &Device::Cpu,
-            )?,
-        };
-        for layer in &self.layers {
-            x = layer.forward(&x)?;
+            ),
         }
-        rms_norm(&x, &self.norm)
     }
 
     /// Logits of the next token for rows `[.., width]`.
@@ -141,12 +161,34 @@ impl Layer {
     }
 }
 
-impl Module for Layer {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let attended = self
-            .attention
-            .forward(&rms_norm(x, &self.attention_norm)?)?;
-        let x = (x + attended)?;
+impl Layer {
+    /// A layer on blocks of rows, each with its copy of the layer.
+    fn forward(copies: &[&Layer], x: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        let mut qkv = [const { Vec::new() }; 3];
+        for (copy, x) in copies.iter().zip(&x) {
+            let normed = rms_norm(x, &copy.attention_norm)?;
+            for (all, own) in qkv.iter_mut().zip(copy.attention.project(&normed)?) {
+                all.push(own);
+            }
+        }
+        let Some(first) = copies.first() else {
+            return Ok(x);
+        };
+        let [q, k, v] = qkv.map(|blocks| Tensor::cat(&blocks, 1));
+        let out = attention(&q?, &k?, &v?, first.attention.attention())?;
+        let mut at = 0;
+        let block = |(copy, x): (&&Layer, Tensor)| {
+            let rows = x.dim(1)?;
+            let own = out.narrow(1, at, rows)?.to_dtype(x.dtype())?;
+            at += rows;
+            copy.finish(&x, &own)
+        };
+        copies.iter().zip(x).map(block).collect()
+    }
+
+    /// What follows the attention of some rows, which work on single rows.
+    fn finish(&self, x: &Tensor, attended: &Tensor) -> Result<Tensor> {
+        let x = (x + self.attention.merge_heads(attended)?)?;
         let wide = self.widen.forward(&rms_norm(&x, &self.norm)?)?;
         // Squared ReLU.
         x + self.narrow.forward(&wide.relu()?.sqr()?)?

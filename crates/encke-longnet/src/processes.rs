@@ -141,8 +141,8 @@ impl<B: HostWireBuffer> Transport<B> for ClusterTransport {
 struct MpiGroup(Arc<Mutex<Cluster>>);
 
 impl ReplicaGroup for MpiGroup {
-    fn all_reduce_sum(&mut self, values: &[f32]) -> Result<Vec<f32>> {
-        locked(&self.0).sum(values)
+    fn all_reduce_sum(&mut self, terms: &[f32], counts: &[usize]) -> Result<Vec<f32>> {
+        locked(&self.0).sum_terms(terms, counts)
     }
 
     fn check_equal(&mut self, what: &str, checksum: u64) -> Result<()> {

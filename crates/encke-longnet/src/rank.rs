@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use encke::{Cut, Data, ShardAttention, Transport};
+use encke::{Data, ShardAttention, Transport};
 use encke_candle::{Attention, ShardBackend};
 
 use crate::settings::TrainingConfig;
@@ -15,8 +15,8 @@ use crate::training_run::RunInputs;
 /// One rank of the attention; an error if some rank would have no rows.
 pub fn shard(settings: &TrainingConfig, rank: usize, ranks: usize) -> Result<ShardAttention> {
     let ring = encke::Attention::builder().pattern(settings.pattern()?);
-    // Zigzag balances causal attention.
-    let shard = ring.ranks(ranks).sharding(Cut::Zigzag).build_shard(rank)?;
+    let ring = ring.ranks(ranks).sharding(settings.cut(ranks)?);
+    let shard = ring.bits(settings.bits()?).build_shard(rank)?;
     let tokens = settings.tokens;
     let idle = |rank: &usize| shard.sharding().rows(tokens, *rank) == 0;
     if let Some(idle) = (0..ranks).find(idle) {
@@ -35,6 +35,7 @@ pub fn trainer<T: Transport<Data> + Send + 'static>(
 ) -> Result<Trainer> {
     let runs = shard.sharding().runs(settings.tokens, shard.rank());
     let rows = runs.into_iter().flat_map(|run| run.tokens()).collect();
+    let blocks = settings.blocks(Some(shard.sharding()))?;
     let backend = ShardBackend::new(shard, settings.tokens, transport, begin);
     let attention = Attention::from_backend(Arc::new(backend));
     let (text, resumed) = (Arc::clone(&inputs.text), inputs.resumed.as_ref());
@@ -42,7 +43,7 @@ pub fn trainer<T: Transport<Data> + Send + 'static>(
         settings.clone(),
         text,
         attention,
-        rows,
+        (rows, blocks),
         Some(group),
         resumed,
     )

@@ -1,7 +1,9 @@
 //! Model and training settings, as stored in checkpoints and records.
 
-use anyhow::Result;
-use encke::{MixingGradient, Mode, OffsetRule, Pattern};
+use anyhow::{Result, bail};
+use encke::{Bits, MixingGradient, Mode, OffsetRule, Pattern, Shape};
+use encke_core::bits::TileGrid;
+use encke_core::sharding::{Cut, Sharding};
 use serde::{Deserialize, Serialize};
 
 use crate::model::ModelConfig;
@@ -23,6 +25,17 @@ pub struct TrainingConfig {
     pub steps: usize,
     /// Seed of weights and sequences.
     pub seed: u64,
+    /// What the bits of the losses depend on, as the command spells it.
+    #[serde(default = "planned", skip_serializing_if = "is_planned")]
+    pub bits: String,
+}
+
+fn planned() -> String {
+    Bits::Planned.to_string()
+}
+
+fn is_planned(bits: &String) -> bool {
+    *bits == planned()
 }
 
 impl TrainingConfig {
@@ -41,6 +54,46 @@ impl TrainingConfig {
         (segments, dilations)
     }
 
+    /// What the bits of the losses depend on.
+    pub fn bits(&self) -> Result<Bits> {
+        Ok(self.bits.parse().map_err(encke::Error::from)?)
+    }
+
+    /// How a ring cuts the rows: in zigzag, which balances causal attention, or where bits must not
+    /// depend on the ring, contiguously and between tiles.
+    pub fn cut(&self, ranks: usize) -> Result<Cut> {
+        let Some(tile) = self.bits()?.tile() else {
+            return Ok(Cut::Zigzag);
+        };
+        let (pattern, sizes) = (self.pattern()?, self.sizes);
+        let shape = Shape::new(1, self.tokens, sizes.heads, sizes.kv_heads, sizes.head_dim);
+        let shape = shape.map_err(encke::Error::from)?;
+        let sharding = TileGrid::new(&pattern, &shape, tile).contiguous(ranks);
+        let sharding = sharding.map_err(encke::Error::from)?;
+        let whole = |first: &usize| first.is_multiple_of(tile) || *first == self.tokens;
+        match sharding.cut() {
+            Cut::Firsts(firsts) if firsts.iter().all(whole) => Ok(sharding.cut().clone()),
+            _ => bail!(
+                "--bits {} has blocks of {tile} rows, and the segments of this pattern are no \
+                 multiples of them; use other --segment-lengths, or one rank",
+                self.bits
+            ),
+        }
+    }
+
+    /// The blocks whose gradients are summed in order: how many each rank of a ring has, and their
+    /// rows. Without a grid a rank's rows are one block.
+    pub fn blocks(&self, sharding: Option<&Sharding>) -> Result<RowBlocks> {
+        let ranks = sharding.map_or(1, Sharding::ranks);
+        let rows = |rank| sharding.map_or(self.tokens, |of| of.rows(self.tokens, rank));
+        let size = self.bits()?.tile().unwrap_or(usize::MAX);
+        let count = |rank| rows(rank).div_ceil(size).max(1);
+        Ok(RowBlocks {
+            size,
+            counts: (0..ranks).map(count).collect(),
+        })
+    }
+
     /// The attention pattern.
     pub fn pattern(&self) -> Result<Pattern> {
         if self.segment_lengths.is_empty() {
@@ -53,6 +106,15 @@ impl TrainingConfig {
         let pattern = Pattern::dilated(&self.segment_lengths, &self.dilation_rates, mode);
         Ok(pattern.map_err(encke::Error::from)?.causal(true))
     }
+}
+
+/// Blocks of rows whose gradients are summed in order.
+#[derive(Debug, Clone)]
+pub struct RowBlocks {
+    /// Rows of a block; the last one may be shorter.
+    pub size: usize,
+    /// How many blocks each rank has.
+    pub counts: Vec<usize>,
 }
 
 #[cfg(test)]

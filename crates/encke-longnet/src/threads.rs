@@ -146,8 +146,9 @@ struct SumGroup {
 }
 
 impl ReplicaGroup for SumGroup {
-    fn all_reduce_sum(&mut self, values: &[f32]) -> Result<Vec<f32>> {
-        Ok(Collectives::new(&mut self.endpoint, self.rank, &self.ranks).sum(values)?)
+    fn all_reduce_sum(&mut self, terms: &[f32], counts: &[usize]) -> Result<Vec<f32>> {
+        let mut collectives = Collectives::new(&mut self.endpoint, self.rank, &self.ranks);
+        Ok(collectives.sum_terms(terms, counts)?)
     }
 
     fn check_equal(&mut self, what: &str, checksum: u64) -> Result<()> {
@@ -180,7 +181,10 @@ mod tests {
             endpoint: reduces.remove(0),
         };
         failed.abort_others()(anyhow!("disk full").context("cannot write"));
-        let error = other.all_reduce_sum(&[1.0]).unwrap_err().to_string();
+        let error = other
+            .all_reduce_sum(&[1.0], &[1, 1])
+            .unwrap_err()
+            .to_string();
         assert!(
             error.contains("rank 1 failed: cannot write: disk full"),
             "{error}"

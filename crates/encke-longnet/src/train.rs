@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::Args;
+use encke::Bits;
 use encke_candle::Attention;
 use encke_lab::Verdict;
 use encke_lab::number::count;
@@ -26,6 +27,8 @@ Examples:
       Resumes a run, on any ring.
   longnet train story.txt --dense --record dense.json
       Dense attention, for comparison.
+  longnet train story.txt --ranks 4 --bits invariant:128 --record same.json
+      The same losses on 1, 2 and 4 ranks, bit for bit.
   mpirun -n 4 longnet train story.txt --checkpoint model.safetensors
       A ring of four processes, with the bits of four threads. Build with --features mpi.";
 
@@ -61,6 +64,11 @@ pub struct Options {
     /// Seed of weights and sequences.
     #[arg(long, default_value_t = 1)]
     seed: u64,
+
+    /// What the bits of the losses depend on: planned (the ring, the fastest), or invariant, or
+    /// invariant:TILE (the same losses on every ring, bit for bit) [default: planned].
+    #[arg(long, value_name = "WHAT")]
+    bits: Option<Bits>,
 
     /// The checkpoint file.
     #[arg(long, value_name = "FILE")]
@@ -170,6 +178,7 @@ impl Options {
             rate: self.rate,
             steps: self.steps,
             seed: self.seed,
+            bits: self.bits.unwrap_or_default().to_string(),
         };
         if !(self.rate > 0.0 && self.rate.is_finite()) {
             bail!(
@@ -212,12 +221,13 @@ pub fn run(options: &Options) -> Result<Verdict> {
 
 fn train_alone(settings: TrainingConfig, run: &TrainingRun<'_>) -> Result<()> {
     let ring = encke::Attention::builder().pattern(settings.pattern()?);
+    let ring = ring.bits(settings.bits()?);
     let RunInputs {
         text,
         resumed,
         record,
     } = run.prepare(&settings, true)?;
-    let rows = (0..settings.tokens).collect();
+    let rows = ((0..settings.tokens).collect(), settings.blocks(None)?);
     let (attention, resumed) = (Attention::new(ring)?, resumed.as_ref());
     let mut trainer = Trainer::new(settings, text, attention, rows, None, resumed)?;
     let seconds = run.take_steps(&mut trainer, true)?;

@@ -148,33 +148,49 @@ impl<'a, T: Transport<Vec<u8>>> Collectives<'a, T> {
     /// of the elements, in the order of the members, so the bits are the same at every member and
     /// in every run, and all members move and hold the same number of bytes.
     pub fn sum(&mut self, own: &[f32]) -> Result<Vec<f32>, TransportError> {
+        self.sum_terms(own, &vec![1; self.members.len()])
+    }
+
+    /// The same where member i has `counts[i]` terms, one after the other in `own`: the sum is in
+    /// the order of the members and of their terms, so it does not depend on which of them has
+    /// which, as long as the order stays. Every member has a term.
+    pub fn sum_terms(&mut self, own: &[f32], counts: &[usize]) -> Result<Vec<f32>, TransportError> {
         let members = self.members.len();
-        let part = |at: usize| own.len() * at / members..own.len() * (at + 1) / members;
         let at = self.members.iter().position(|&member| member == self.rank);
-        let mine = part(at.unwrap_or(0));
-        let parts: Vec<Vec<u8>> = (0..members).map(|to| bytes(&own[part(to)])).collect();
+        let at = at.unwrap_or(0);
+        let length = own.len() / counts[at].max(1);
+        let part = |at: usize| length * at / members..length * (at + 1) / members;
+        let mine = part(at);
+        let terms_of = |to: usize| -> Vec<u8> {
+            let terms = own.chunks(length.max(1));
+            terms.flat_map(|term| bytes(&term[part(to)])).collect()
+        };
+        let parts: Vec<Vec<u8>> = (0..members).map(terms_of).collect();
         let others: Vec<(usize, usize)> = (0..members)
             .map(|at| (self.members[at], at))
             .filter(|(rank, _)| *rank != self.rank)
             .collect();
 
-        let from: Vec<(usize, usize)> = others.iter().map(|end| (end.0, 4 * mine.len())).collect();
+        let arriving = |&(rank, at): &(usize, usize)| (rank, 4 * mine.len() * counts[at]);
+        let from: Vec<(usize, usize)> = others.iter().map(arriving).collect();
         let to: Vec<_> = others.iter().map(|end| (end.0, &parts[end.1])).collect();
         let mut arrived = self.exchange_each(&from, &to)?.into_iter();
         let mut sums = vec![0.0; mine.len()];
         for &member in self.members {
             let terms = match member == self.rank {
-                true => own[mine.clone()].to_vec(),
+                true => elements(&parts[at]),
                 false => elements(&arrived.next().unwrap_or_default()),
             };
-            sums.iter_mut().zip(terms).for_each(|(sum, x)| *sum += x);
+            for term in terms.chunks(mine.len().max(1)) {
+                sums.iter_mut().zip(term).for_each(|(sum, x)| *sum += x);
+            }
         }
 
         let from = others.iter().map(|end| (end.0, 4 * part(end.1).len()));
         let from: Vec<(usize, usize)> = from.collect();
         let to: Vec<usize> = others.iter().map(|end| end.0).collect();
         let arrived = self.exchange(&from, &to, &bytes(&sums))?;
-        let mut whole = vec![0.0; own.len()];
+        let mut whole = vec![0.0; length];
         whole[mine].copy_from_slice(&sums);
         for (end, bytes) in others.iter().zip(&arrived) {
             whole[part(end.1)].copy_from_slice(&elements(bytes));
@@ -255,6 +271,29 @@ mod tests {
                 let expected: Vec<f32> = (0..count).map(sum).collect();
                 assert!(sums.iter().all(|sum| *sum == expected), "{members:?}");
             }
+        }
+    }
+
+    #[test]
+    fn a_sum_does_not_depend_on_which_member_has_which_term() {
+        let term = |number: usize| -> Vec<f32> {
+            let value = |at: usize| ((number * 37 + at) as f32).sin() * 10f32.powi(at as i32 % 7);
+            (0..50).map(value).collect()
+        };
+        let alone = (0..6).fold(vec![0.0; 50], |sum, number| {
+            let both = sum.iter().zip(term(number));
+            both.map(|(sum, x)| sum + x).collect::<Vec<f32>>()
+        });
+        for counts in [&[6][..], &[1, 5], &[2, 1, 3], &[1, 1, 1, 1, 1, 1]] {
+            let members: Vec<usize> = (0..counts.len()).collect();
+            let sums = on_members(&members, |rank, members| {
+                let first: usize = counts[..rank].iter().sum();
+                let own = (first..first + counts[rank]).flat_map(term);
+                members
+                    .sum_terms(&own.collect::<Vec<f32>>(), counts)
+                    .unwrap()
+            });
+            assert!(sums.iter().all(|sum| *sum == alone), "{counts:?}");
         }
     }
 

@@ -61,6 +61,13 @@ impl<K: Kernel> Rank<K> {
     /// Starts a call: frees the buffers of inputs that are read in place, allocates the other
     /// buffers that are missing, and starts a new ledger with what is allocated.
     fn allocate(&mut self, kernel: &K, borrowed: &BorrowedInputs<'_>) -> Result<(), KernelError> {
+        let on_grid = |job: &Job| job.tiles.is_some();
+        if !kernel.repeats_bits() && self.plan.jobs().any(on_grid) {
+            return Err(KernelError::Unsupported {
+                kernel: kernel.name(),
+                what: "bits = invariant; use the CPU, or planned bits".into(),
+            });
+        }
         self.ledger = Ledger::default();
         (self.rounds_done, self.pairs) = (0, 0);
         for (i, planned) in self.plan.buffers.iter().enumerate() {

@@ -1,9 +1,10 @@
 //! Runs one task of a program on the kernel.
 //!
 //! A translation without decisions: the task names the buffers it reads and writes, the kernel
-//! computes. A task writes buffers that are checked out ([`CheckedOut`]); it reads buffers in the
+//! computes; a job on a grid is computed step by step. A task writes buffers that are checked out ([`CheckedOut`]); it reads buffers in the
 //! table, or the caller's inputs in place.
 
+use encke_core::job::Job;
 use encke_core::kernel::{Gradients, Kernel, KernelError, SoftmaxState, Upstream};
 use encke_core::plan::program::{BufferId, Fill, Task};
 
@@ -73,11 +74,22 @@ pub(crate) fn run_task<K: Kernel>(
             starts,
             carry,
         } => outputs.with_carry(*carry, |_, carry| {
-            let state = SoftmaxState::Accumulate {
-                carry,
-                starts: *starts,
+            let mut attend = |job: &Job, starts: bool| {
+                let carry = &mut *carry;
+                let state = SoftmaxState::Accumulate { carry, starts };
+                kernel.attend(job, read(*q), read(*k), read(*v), state)
             };
-            kernel.attend(job, read(*q), read(*k), read(*v), state)
+            if job.tiles.is_none() || kernel.attends_in_order() {
+                return attend(job, *starts);
+            }
+            // The first diagonal has every query once.
+            let mut rows = 0;
+            job.tile_steps().try_for_each(|step| {
+                let first = rows < job.queries;
+                let tiles = if job.segments == 1 { step.segments } else { 1 };
+                rows += tiles * step.queries;
+                attend(&step, *starts && first)
+            })
         }),
         Task::Conclude {
             job,
@@ -161,12 +173,14 @@ pub(crate) fn run_task<K: Kernel>(
             };
             let (q, k, v) = (read(*q), read(*k), read(*v));
             let [to_q, to_k, to_v] = &mut gradients;
-            let into = Gradients {
-                dq: to_q,
-                dk: to_k,
-                dv: to_v,
-            };
-            let done = kernel.backward(job, q, k, v, upstream, into);
+            let done = job.tile_steps().try_for_each(|step| {
+                let into = Gradients {
+                    dq: &mut *to_q,
+                    dk: &mut *to_k,
+                    dv: &mut *to_v,
+                };
+                kernel.backward(&step, q, k, v, upstream, into)
+            });
             for (id, buffer) in [*dq, *dk, *dv].into_iter().zip(gradients) {
                 *outputs.slot(id) = Some(buffer);
             }

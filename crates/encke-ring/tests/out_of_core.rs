@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use encke_core::conformance::{CallTensors, Configuration};
 use encke_core::plan::program::Role;
-use encke_core::plan::{Pass, Plan, Queries, Request};
+use encke_core::plan::rings::Rotating;
+use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Run, Sharding};
 use encke_core::{
     DType, Data, GroupScale, MixingGradient, Mode, OffsetRule, Pattern, Shape, Tensor, reference,
@@ -502,4 +504,80 @@ fn ranks_apart_read_a_source_write_a_sink_and_survive_a_death() {
             }
         }
     }
+}
+
+/// With invariant bits, ranks one after another have the bits of one rank in memory: out, lse, dq,
+/// dk and dv.
+#[test]
+fn invariant_bits_are_those_of_one_rank_in_memory() {
+    let ring = ring();
+    for seed in 0..40 {
+        let dtype = [DType::F32, DType::Bf16][seed as usize % 2];
+        let Configuration { request, .. } = Configuration::tiled(seed, dtype);
+        let (shape, sum) = (request.shape, dtype.sum());
+        let drawn = CallTensors::random(&shape, seed);
+        let mut source = TensorStore::default();
+        for (role, tensor) in [
+            (Role::Q, &drawn.q),
+            (Role::K, &drawn.k),
+            (Role::V, &drawn.v),
+            (Role::Dout, &drawn.dout),
+        ] {
+            let stored = Tensor::from_f64(dtype, tensor.dims(), &tensor.to_f64());
+            source.insert(role, stored.unwrap());
+        }
+        let rows = [shape.batch, shape.queries, shape.heads];
+        let of_queries = |width: usize| [rows[0], rows[1], rows[2], width];
+        let of_keys = |width: usize| [shape.batch, shape.tokens, shape.kv_heads, width];
+        let outputs = [
+            (Role::Out, dtype, of_queries(shape.value_dim)),
+            (Role::Lse, sum, of_queries(1)),
+            (Role::Dq, dtype, of_queries(shape.dim)),
+            (Role::Dk, dtype, of_keys(shape.dim)),
+            (Role::Dv, dtype, of_keys(shape.value_dim)),
+        ];
+        let backward = Request {
+            pass: Pass::Backward { dlse: false },
+            schedule: Schedule::RING.with_backward(Rotating::Queries),
+            ..request.clone()
+        };
+        for (request, roles, outputs) in [
+            (request, &GIVEN[..3], &outputs[..2]),
+            (backward, &GIVEN[..], &outputs[2..]),
+        ] {
+            let given = roles.iter().map(|&role| (role, source.get(role).view()));
+            let mut alone = ring.run(&request, &given.collect::<Vec<_>>()).unwrap();
+            let mut sink = TensorStore::default();
+            for &(role, dtype, dims) in outputs {
+                sink.insert(role, Tensor::zeros(dtype, dims));
+            }
+            let request = request.on_ranks(2 + seed as usize % 5).unwrap();
+            stream(ring.kernel(), &request, &source, &mut sink);
+            for &(role, ..) in outputs {
+                let (one, streamed) = (alone.take(role).unwrap(), sink.get(role));
+                let same = one.data().bytes() == streamed.data().bytes();
+                assert!(same, "seed {seed}: {role:?} of {request:?}");
+                source.insert(role, one);
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_that_travel_are_refused() {
+    let request = Configuration::tiled(1, DType::F32)
+        .request
+        .on_ranks(3)
+        .unwrap();
+    let request = Request {
+        pass: Pass::Backward { dlse: false },
+        ..request
+    };
+    let plan = Plan::new(request).unwrap();
+    let kernel = CpuKernel::new().unwrap();
+    let refused = Stream::new(&kernel, &plan).err().unwrap().to_string();
+    assert!(
+        refused.contains("invariant bits whose keys rotate"),
+        "{refused}"
+    );
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Pass, Plan, Request};
-use encke_core::sharding::{Run, Sharding};
+use encke_core::sharding::{Cut, Run, Sharding};
 use encke_core::{DType, Pattern, Shape, View};
 use encke_cpu::CpuKernel;
 use encke_ring::{CacheLimits, CacheStats, RingError as Error, ThreadRing};
@@ -107,16 +107,18 @@ impl<K: Kernel> Attention<K> {
         let dtype = self.compute_dtype(dtype);
         let make = || {
             let settings = &self.settings;
+            // Where bits must not depend on the ring, only its size is open.
+            let open = settings.bits.is_planned();
             let constraints = Constraints {
                 work: match pass {
                     Pass::Forward => Workload::Forward,
                     Pass::Backward { .. } => Workload::Backward,
                 },
                 ranks: (!auto.ranks).then_some(settings.ranks),
-                cut: (!auto.cut).then(|| settings.cut.clone()),
-                queries: (!auto.queries).then_some(settings.queries),
-                width: (!auto.width).then_some(settings.schedule.width),
-                rotate: (!auto.rotate).then_some(settings.schedule.backward),
+                cut: (!auto.cut || !open).then(|| settings.cut.clone()),
+                queries: (!auto.queries || !open).then_some(settings.queries),
+                width: (!auto.width || !open).then_some(settings.schedule.width),
+                rotate: (!auto.rotate || !open).then_some(settings.schedule.backward),
                 redundancy: settings.redundancy,
                 memory_limit: auto.memory_limit,
                 one_device_below: auto.one_device_below,
@@ -221,7 +223,15 @@ impl<K: Kernel> Attention<K> {
                 }
             }
         };
-        Ok(self.request_on(ring_config, shape, dtype, pass))
+        let request = self.request_on(ring_config, shape, dtype, pass);
+        match (request.bits.is_planned(), request.sharding.cut()) {
+            // The caller's cuts are taken as they are.
+            (true, _) | (_, Cut::Firsts(_)) => Ok(request),
+            _ => {
+                let ranks = request.sharding.ranks();
+                Ok(request.on_ranks(ranks)?)
+            }
+        }
     }
 
     pub(crate) fn request_on(

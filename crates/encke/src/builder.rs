@@ -10,7 +10,7 @@ use encke_core::kernel::Kernel;
 use encke_core::plan::balance::Balance;
 use encke_core::plan::{Pass, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
-use encke_core::{DType, Dropout, Error as RequestError, Pattern, Shape, alibi_slopes};
+use encke_core::{Bits, DType, Dropout, Error as RequestError, Pattern, Shape, alibi_slopes};
 use encke_ring::{CacheLimits, Fault};
 
 use crate::auto::Auto;
@@ -52,6 +52,7 @@ pub struct Builder {
     pub(crate) deadline: Duration,
     pub(crate) redundancy: usize,
     pub(crate) schedule: Schedule,
+    pub(crate) bits: Bits,
     pub(crate) drill: Vec<Fault>,
     pub(crate) limits: CacheLimits,
 }
@@ -75,6 +76,7 @@ impl Default for Builder {
             deadline: DEADLINE,
             redundancy: 0,
             schedule: Schedule::RING,
+            bits: Bits::Planned,
             drill: Vec::new(),
             limits: CacheLimits::default(),
         }
@@ -179,6 +181,14 @@ impl Builder {
         self
     }
 
+    /// What the bits of results may depend on: the plan (the default), or the call alone, so that
+    /// every ring has the same bits ([`Bits::Invariant`]). That takes a contiguous sharding; one
+    /// of whole tensors is cut between tiles, one of shards that the caller cuts must be.
+    pub fn bits(mut self, bits: Bits) -> Builder {
+        self.bits = bits;
+        self
+    }
+
     /// Fault injection: these ranks die in every call. Ignored where redundancy is 0.
     pub fn drill(mut self, faults: Vec<Fault>) -> Builder {
         self.drill = faults;
@@ -260,6 +270,7 @@ impl Builder {
             dropout: self.dropout,
             pass,
             redundancy: self.redundancy,
+            bits: self.bits,
         }
     }
 }

@@ -11,7 +11,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use encke::explain::bytes;
 use encke::plan::program::Role;
-use encke::{Attention, DType, Data, Kernel, Pass, Plan, RankMemory, Request, Sharding};
+use encke::{Attention, DType, Data, Kernel, Pass, Plan, RankMemory, Request};
 use encke_lab::output::{OutputFile, TensorEntry};
 use encke_lab::process::peak_resident_bytes;
 use encke_lab::terminal::{long_bar, say};
@@ -115,11 +115,7 @@ pub fn run<K: Kernel>(
     let mut passes = Vec::new();
     let mut plans = Vec::new();
     for request in requests {
-        let request = Request {
-            sharding: Sharding::new(fit.ranks, request.sharding.cut().clone())?,
-            ..request
-        };
-        let plan = Plan::new(request)?;
+        let plan = Plan::new(request.on_ranks(fit.ranks)?)?;
         passes.push(pass(attention, &plan, &source, &mut sink, &output)?);
         add_extra_terms(&inputs, &plan, &source, &mut sink, dsinks.as_ref())?;
         plans.push(plan);

@@ -40,6 +40,35 @@ fn the_output_has_the_documented_tensors_and_stdout_is_empty() {
 }
 
 #[test]
+fn with_invariant_bits_every_ring_writes_the_bytes_of_one_rank() {
+    let folder = CommandFolder::new();
+    folder.succeeds("generate in.safetensors --tokens 1000 --heads 4 --dim 16 --grad");
+    let bytes = |name: &str| std::fs::read(folder.join(name)).unwrap();
+    for options in ["--causal", "--window 100,70", MIX] {
+        let attend = format!("attend in.safetensors --grad --bits invariant:32 {options}");
+        folder.succeeds(&format!("{attend} -o alone"));
+        for ring in [
+            "--ranks 2",
+            "--ranks 7 --redundancy 1",
+            "--sharding 0,96,960",
+            "--ranks 3 --rotate queries",
+            "--rotate queries --memory-limit 18MiB",
+        ] {
+            folder.succeeds(&format!("{attend} -o ring {ring}"));
+            assert!(bytes("ring") == bytes("alone"), "{options} {ring}");
+        }
+    }
+    folder.refuses(
+        "attend in.safetensors -o out --bits invariant --sharding 0,500",
+        &["before token 500", "tiles of 512 rows", "0 or 512"],
+    );
+    folder.refuses(
+        "attend in.safetensors -o out --bits invariant --ranks 2 --sharding zigzag",
+        &["bits = invariant", "contiguous"],
+    );
+}
+
+#[test]
 fn the_compute_type_is_the_type_of_the_output() {
     let folder = prepared();
     let types = [

@@ -72,6 +72,22 @@ fn processes_write_the_bytes_that_threads_write() {
     assert_eq!(folder.names().len(), 3, "no other file is left behind");
 }
 
+#[test]
+fn with_invariant_bits_processes_write_the_bytes_of_one_rank() {
+    let folder = CommandFolder::new();
+    let inputs = call(Dtype::F32, [2, 100, 4, 8], 2);
+    files::write(&folder.join("in.safetensors"), &inputs);
+    let bytes = |name: &str| std::fs::read(folder.join(name)).unwrap();
+    for options in ["--causal", "--window 40,20", "--rotate queries"] {
+        let attend = format!("attend in.safetensors --grad --bits invariant:32 {options}");
+        folder.succeeds(&format!("{attend} -o alone.safetensors"));
+        let together = format!("{attend} -o together.safetensors --sharding 0,32,64");
+        succeeds(&folder, 3, &together);
+        let same = bytes("alone.safetensors") == bytes("together.safetensors");
+        assert!(same, "{options}");
+    }
+}
+
 /// Files made by other code: sinks, fewer queries than keys, values of another width.
 #[test]
 fn processes_reproduce_golden_masks() {

@@ -326,6 +326,7 @@ fn part(
         dropout: None,
         scale: distribution.scale,
         gain: shared.gain,
+        tiles: None,
     };
     let sum = distribution.dtype.sum();
     CaseJob {

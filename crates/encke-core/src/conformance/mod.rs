@@ -26,6 +26,7 @@ mod range_bounds;
 mod results;
 mod softmax_ends;
 mod suite;
+mod tiled;
 mod tolerances;
 mod transport;
 mod value_dims;

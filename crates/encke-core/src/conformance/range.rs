@@ -175,6 +175,7 @@ fn job(queries: usize, keys: usize, dim: usize, scale: f64) -> Job {
         dropout: None,
         scale,
         gain: 1.0,
+        tiles: None,
     }
 }
 

@@ -27,22 +27,22 @@ pub(super) fn program(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
 
 /// The buffers of a backward job.
 #[derive(Clone, Copy)]
-struct BackwardBuffers {
-    q: BufferId,
-    k: BufferId,
-    v: BufferId,
-    dout: BufferId,
-    lse: BufferId,
-    delta: BufferId,
-    dq: BufferId,
-    dk: BufferId,
-    dv: BufferId,
+pub(super) struct BackwardBuffers {
+    pub q: BufferId,
+    pub k: BufferId,
+    pub v: BufferId,
+    pub dout: BufferId,
+    pub lse: BufferId,
+    pub delta: BufferId,
+    pub dq: BufferId,
+    pub dk: BufferId,
+    pub dv: BufferId,
 }
 
 impl BackwardBuffers {
     /// Plans this rank's buffers and inputs, and if the shard `starts`, its first tasks. Tensors of
     /// queries have the rows `runs` (all rows or this rank's).
-    fn new(
+    pub fn new(
         b: &mut ProgramBuilder<'_>,
         runs: &[Run],
         with_dlse: bool,
@@ -108,7 +108,7 @@ impl BackwardBuffers {
         }
     }
 
-    fn task(self, job: Job) -> Task {
+    pub fn task(self, job: Job) -> Task {
         let BackwardBuffers {
             q,
             k,
@@ -148,7 +148,7 @@ impl BackwardBuffers {
     }
 
     /// Adds the output ports: dq of `queries`, dk and dv of this rank's rows.
-    fn outputs(&self, b: &mut ProgramBuilder<'_>, dq: BufferId, queries: Vec<Run>) {
+    pub fn outputs(&self, b: &mut ProgramBuilder<'_>, dq: BufferId, queries: Vec<Run>) {
         let runs = b.runs_of(b.rank);
         b.output(Role::Dq, dq, queries);
         b.output(Role::Dk, self.dk, runs.clone());
@@ -157,7 +157,7 @@ impl BackwardBuffers {
 }
 
 /// This rank's queries with sharded queries.
-fn own_queries(b: &ProgramBuilder<'_>) -> QueryRows {
+pub(super) fn own_queries(b: &ProgramBuilder<'_>) -> QueryRows {
     QueryRows {
         q: b.own(Width::Query),
         cells: b.own(Width::Cell),

@@ -165,6 +165,16 @@ impl<'a> ProgramBuilder<'a> {
         self.outputs.push(Port { role, buffer, runs });
     }
 
+    /// The buffers of this rank's inputs with these roles, in their order.
+    pub fn query_inputs<X, Y, Z>(&self, tensors: &[(Role, X, Y, Z)]) -> Vec<BufferId> {
+        let buffer = |role: Role| {
+            let mut ports = self.inputs.iter();
+            let port = ports.find(|port| port.role == role);
+            port.expect("the tensors that travel are inputs").buffer
+        };
+        tensors.iter().map(|of| buffer(of.0)).collect()
+    }
+
     /// The keys of one rank by token, in the order of its rows.
     pub fn runs_of(&self, rank: usize) -> Vec<Run> {
         let with_base = self.plan.shards.runs(rank);

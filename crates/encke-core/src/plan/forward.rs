@@ -18,13 +18,13 @@ pub(super) fn program(plan: &Plan, rank: usize) -> RankPlan {
 }
 
 /// q (all rows or this rank's), k and v.
-struct ForwardBuffers {
-    q: BufferId,
-    k: BufferId,
-    v: BufferId,
+pub(super) struct ForwardBuffers {
+    pub q: BufferId,
+    pub k: BufferId,
+    pub v: BufferId,
 }
 
-fn buffers(b: &mut ProgramBuilder<'_>, q_rows: usize) -> ForwardBuffers {
+pub(super) fn buffers(b: &mut ProgramBuilder<'_>, q_rows: usize) -> ForwardBuffers {
     let dtype = b.plan.request.dtype;
     let rows = b.rows;
     let buffers = ForwardBuffers {
@@ -39,7 +39,7 @@ fn buffers(b: &mut ProgramBuilder<'_>, q_rows: usize) -> ForwardBuffers {
 }
 
 /// out and lse of this rank's rows.
-fn outputs(b: &mut ProgramBuilder<'_>) -> (BufferId, BufferId) {
+pub(super) fn outputs(b: &mut ProgramBuilder<'_>) -> (BufferId, BufferId) {
     let request = &b.plan.request;
     let (out_dtype, sum) = (request.out_dtype(), request.dtype.sum());
     let rows = b.query_rows;
@@ -49,7 +49,12 @@ fn outputs(b: &mut ProgramBuilder<'_>) -> (BufferId, BufferId) {
 }
 
 /// Computes out and lse of this rank's rows from the carry, in a round after the last one.
-fn finish_softmax(b: &mut ProgramBuilder<'_>, carry: CarryIds, out: BufferId, lse: BufferId) {
+pub(super) fn finish_softmax(
+    b: &mut ProgramBuilder<'_>,
+    carry: CarryIds,
+    out: BufferId,
+    lse: BufferId,
+) {
     let plan = b.plan;
     let request = &plan.request;
     let (rows, round) = (b.query_rows, b.next_round());
@@ -125,7 +130,7 @@ pub(super) fn sharded(plan: &Plan, rank: usize, progress: Option<&[ShardProgress
 }
 
 /// Adds the output ports and, in the first epoch, the replicas this rank holds.
-fn with_outputs(
+pub(super) fn with_outputs(
     mut b: ProgramBuilder<'_>,
     out: BufferId,
     lse: BufferId,

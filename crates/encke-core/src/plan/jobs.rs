@@ -190,7 +190,7 @@ impl ProgramBuilder<'_> {
     }
 
     /// A job whose queries are resident.
-    fn resident_job(
+    pub fn resident_job(
         &self,
         lane: usize,
         segments: Segments,

@@ -279,6 +279,7 @@ impl Plan {
             dropout,
             scale: request.scale(),
             gain: request.pattern.gain(),
+            tiles: None,
         };
         // Between the steps of its positions a window may show no key at all.
         (seen == Visibility::All || job.pairs() > 0).then_some(job)

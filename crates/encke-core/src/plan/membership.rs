@@ -17,6 +17,9 @@
 //! round below `done`, and gradients for its keys that were computed in a round have been added two
 //! rounds later. Nothing else is recorded or exchanged. Only the first epoch uses the schedule's
 //! width; continuations take one distance per round.
+//!
+//! Where the bits must not depend on the ring, sums cannot be continued in another order: every
+//! shard starts again, and only the inputs are kept.
 
 use serde::Serialize;
 use std::sync::Arc;
@@ -27,6 +30,7 @@ use super::forward;
 use super::program::{BufferId, RankPlan};
 use super::progress::ShardProgress;
 use super::request::Pass;
+use super::tile_order;
 use super::topology::Plan;
 pub use crate::agreement::{Agreement, RankProgress};
 use crate::error::{Error, Result};
@@ -113,7 +117,9 @@ impl Epoch {
         for shard in 0..self.hosts.len() {
             let host = self.hosts[shard].and_then(|host| agreement.progress[host]);
             if let Some(RankProgress { done, .. }) = host {
-                self.add_rounds(shard, done, &mut next.progress[shard]);
+                if self.plan.request.bits.is_planned() {
+                    self.add_rounds(shard, done, &mut next.progress[shard]);
+                }
                 continue;
             }
             next.progress[shard] = ShardProgress::default();
@@ -169,7 +175,9 @@ impl Epoch {
             .map(|away| (rank + ranks - away) % ranks)
             .filter(|shard| self.hosts[*shard] == Some(rank));
         let progress = Some(&self.progress[..]);
+        let planned = self.plan.request.bits.is_planned();
         let programs = hosted.map(|shard| match self.plan.request.pass {
+            _ if !planned => tile_order::program(&self.plan, shard, false),
             Pass::Forward => forward::sharded(&self.plan, shard, progress),
             Pass::Backward { dlse } => backward::rotating_keys(&self.plan, shard, dlse, progress),
         });

@@ -31,6 +31,8 @@ pub mod rings;
 mod rotation;
 mod schedule;
 mod sparse;
+mod tile_gradients;
+mod tile_order;
 mod topology;
 mod traffic;
 mod width;
@@ -52,6 +54,9 @@ impl Plan {
                 rank,
                 ranks: self.ranks(),
             });
+        }
+        if self.request.bits.tile().is_some() {
+            return Ok(tile_order::program(self, rank, true));
         }
         Ok(match self.request.pass {
             Pass::Forward if self.request.jobs_write_output() => {

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::rings::Rotating;
 use super::schedule::Schedule;
+use crate::bits::{Bits, TileGrid};
 use crate::dropout::Dropout;
 use crate::dtype::DType;
 use crate::error::{Error, Result, check_steps, product};
@@ -76,6 +77,9 @@ pub struct Request {
     pub redundancy: usize,
     /// What rotates, and how many distances a round takes.
     pub schedule: Schedule,
+    /// What the bits of the result may depend on.
+    #[serde(skip_serializing_if = "Bits::is_planned")]
+    pub bits: Bits,
 }
 
 impl Request {
@@ -94,7 +98,24 @@ impl Request {
             pass: Pass::Forward,
             redundancy: 0,
             schedule: Schedule::RING,
+            bits: Bits::Planned,
         }
+    }
+
+    /// This request on another number of ranks, with the same kind of cut. Where bits must not
+    /// depend on the ring, a contiguous sharding is cut between tiles.
+    pub fn on_ranks(self, ranks: usize) -> Result<Request> {
+        let cut = self.sharding.cut();
+        let sharding = match self.bits.tile() {
+            Some(tile) if matches!(cut, Cut::Contiguous | Cut::Firsts(_)) => {
+                TileGrid::new(&self.pattern, &self.shape, tile).contiguous(ranks)
+            }
+            _ => Sharding::new(ranks, cut.clone()),
+        };
+        Ok(Request {
+            sharding: sharding?,
+            ..self
+        })
     }
 
     /// The softmax scale in effect.
@@ -193,7 +214,31 @@ impl Request {
         if redundancy > 0 && self.schedule.backward == Rotating::Queries {
             return Err(Error::RedundantRotation { redundancy });
         }
-        Ok(())
+        self.check_bits()
+    }
+
+    /// Refuses what has no order of sums that is the same on every ring.
+    fn check_bits(&self) -> Result<()> {
+        self.bits.check()?;
+        let Some(tile) = self.bits.tile() else {
+            return Ok(());
+        };
+        let refusals = [
+            (
+                self.queries == Queries::Replicated,
+                "replicated queries",
+                "shard the queries",
+            ),
+            (
+                self.schedule.width > 1 && self.sharding.ranks() > 2,
+                "a schedule of several distances a round",
+                "use a schedule of width 1",
+            ),
+        ];
+        if let Some((_, what, hint)) = refusals.into_iter().find(|(refused, ..)| *refused) {
+            return Err(Error::BitsOption { what, hint });
+        }
+        TileGrid::new(&self.pattern, &self.shape, tile).check(&self.sharding)
     }
 
     fn check_transform(&self) -> Result<()> {

@@ -11,6 +11,12 @@ impl Plan {
     /// Bytes that all ranks send.
     pub(super) fn sent_bytes(&self) -> usize {
         let request = &self.request;
+        if !request.bits.is_planned() {
+            let programs = (0..self.ranks()).filter_map(|rank| self.program(rank).ok());
+            return programs
+                .map(|of| of.sent_bytes().values().sum::<usize>())
+                .sum();
+        }
         let (stored, sum) = (request.dtype.bytes(), request.dtype.sum().bytes());
         let parcels = || {
             self.rings.iter().flat_map(|ring| {

@@ -129,6 +129,7 @@ fn job(sizes: ProbeSizes, shape: ProbeShape, (token, head): (usize, usize), caus
         dropout: None,
         scale: 1.0 / (sizes.dim as f64).sqrt(),
         gain: 1.0,
+        tiles: None,
     }
 }
 

@@ -52,6 +52,7 @@ pub fn job(tokens: usize, heads: usize, dim: usize, causal: bool) -> Job {
         dropout: None,
         scale: 1.0 / (dim as f64).sqrt(),
         gain: 1.0,
+        tiles: None,
     }
 }
 
@@ -120,7 +121,7 @@ impl<N: BenchElement> BenchTensors<N> {
             carry: &mut self.carry,
             starts: false,
         };
-        let target = Target::new(state, job.gain);
+        let target = Target::new(state, job);
         let [q, k, v, _] = self.data.each_ref().map(elements_of);
         run(pool, job, [q, k, v], target);
     }

@@ -114,8 +114,13 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         let most = tiles.iter().map(|tile| tile.seen.end).max().unwrap_or(0);
         let keys = task.piece.keys.start;
         let before = start.map_or(0, |start| start.saturating_sub(keys));
-        let start = keys + before / S::KEYS * S::KEYS;
-        for first in (start..most).step_by(S::PACKED_KEYS) {
+        let size = self.block_keys::<S>();
+        let start = keys + before / size * size;
+        let mut packs = (start..most).step_by(S::PACKED_KEYS);
+        while let Some(first) = match self.job.tiles {
+            None => packs.next(),
+            Some(_) => packs.next_back(),
+        } {
             // SAFETY: as above.
             unsafe {
                 let packed = self.pack_keys(task, first, S::PACKED_KEYS.min(most - first), scratch);

@@ -82,7 +82,7 @@ impl<T: TileUnit, N: TestedElement> Kernel for TileKernel<T, N> {
             return NaiveKernel.attend(job, q, k, v, state);
         }
         let inputs = [q, k, v].map(elements::<N>);
-        amx::forward::<T, N>(&self.pool, job, inputs, Target::new(state, job.gain));
+        amx::forward::<T, N>(&self.pool, job, inputs, Target::new(state, job));
         Ok(())
     }
 

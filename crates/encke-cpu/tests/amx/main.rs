@@ -4,6 +4,7 @@
 //! the suite runs on those as well.
 #![cfg(target_arch = "x86_64")]
 
+mod grid;
 mod kernel;
 mod packing;
 
@@ -84,6 +85,7 @@ fn job(queries: usize, keys: usize, heads: usize, dim: usize, causal: Option<Ban
         dropout: None,
         scale: 1.0 / (dim as f64).sqrt(),
         gain: 0.5,
+        tiles: None,
     }
 }
 
@@ -435,7 +437,7 @@ fn change_configuration<N: TestedElement>() {
                 carry: &mut got.carry,
                 starts: false,
             },
-            1.0,
+            &job,
         ),
     );
     NaiveKernel

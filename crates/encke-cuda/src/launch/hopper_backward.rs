@@ -517,6 +517,7 @@ mod tests {
             dropout: None,
             scale: 0.125,
             gain: 1.0,
+            tiles: None,
         }
     }
 

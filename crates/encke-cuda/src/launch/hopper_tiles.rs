@@ -196,6 +196,7 @@ pub(crate) mod tests {
             dropout: None,
             scale: 1.0,
             gain: 1.0,
+            tiles: None,
         }
     }
 

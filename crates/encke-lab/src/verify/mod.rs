@@ -1,9 +1,10 @@
 //! Verification: random configurations on a ring compared with the f64 reference, or random calls
-//! with injected faults in the simulator.
+//! with injected faults in the simulator, or rings of several sizes with one rank, bit for bit.
 //!
 //! The decision here: configuration i of seed S is configuration 0 of seed S + i, so that a failure
 //! is reproduced by its own seed alone, whatever ran before it.
 
+mod bits;
 mod compare;
 mod configuration;
 mod faults;
@@ -17,6 +18,7 @@ use encke::Attention;
 
 use crate::device::ComputeDevice;
 use crate::terminal::bar;
+use bits::BitsSuite;
 use compare::{Comparer, WorstErrors};
 use configuration::RandomConfiguration;
 use faults::FaultSuite;
@@ -49,6 +51,8 @@ pub enum VerifySuite {
     Reference(Box<ReferenceSuite>),
     /// Calls with injected faults.
     Faults(Box<FaultSuite>),
+    /// Rings of several sizes, bit for bit.
+    Bits(BitsSuite),
 }
 
 /// Results of a device against the reference, with the worst errors so far.
@@ -82,6 +86,12 @@ impl VerifySuite {
         ))))
     }
 
+    /// Bits that do not depend on the ring.
+    pub fn bits() -> Result<VerifySuite> {
+        Attention::builder().build()?;
+        Ok(VerifySuite::Bits(BitsSuite::default()))
+    }
+
     /// Runs the configuration of a seed; the error describes the configuration and what is wrong.
     fn run_one(&mut self, seed: u64) -> Result<()> {
         match self {
@@ -91,6 +101,10 @@ impl VerifySuite {
                 compared.map_err(|error| anyhow!("{case}\n  {error:#}"))
             }
             VerifySuite::Faults(suite) => {
+                let result = suite.run(seed);
+                result.map_err(|error| anyhow!("seed {seed}: {error:#}"))
+            }
+            VerifySuite::Bits(suite) => {
                 let result = suite.run(seed);
                 result.map_err(|error| anyhow!("seed {seed}: {error:#}"))
             }
@@ -130,6 +144,7 @@ impl VerifySuite {
         match self {
             VerifySuite::Reference(suite) => suite.worst.to_string(),
             VerifySuite::Faults(suite) => suite.table().to_string(),
+            VerifySuite::Bits(suite) => suite.to_string(),
         }
     }
 }

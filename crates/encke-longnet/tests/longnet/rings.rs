@@ -42,3 +42,50 @@ fn dense_attention_gives_other_losses() {
     let (dilated, dense) = (folder.losses("dilated.json"), folder.losses("dense.json"));
     assert_ne!(dilated, dense);
 }
+
+/// A model whose segments can be cut in four between tiles of 32 rows.
+const CUT: &str = "--tokens 512 --width 16 --heads 4 --layers 2 --kv-heads 2 \
+                   --segment-lengths 128,512 --dilation-rates 1,2 --bits invariant:32";
+
+#[test]
+fn with_invariant_bits_rings_have_the_same_losses_also_over_a_resize() {
+    let folder = LongnetFolder::with_text();
+    let train = |rest: &str| folder.succeeds(&format!("train story.txt {CUT} --steps 10 {rest}"));
+    for ranks in [1, 2, 4] {
+        train(&format!("--ranks {ranks} --record {ranks}.json"));
+    }
+    train("--ranks 4 --checkpoint half.safetensors --until 5");
+    train("--ranks 2 --checkpoint half.safetensors --resume --record resized.json");
+    let one = folder.losses("1.json");
+    assert!(one[9] < one[0], "it learns");
+    for name in ["2.json", "4.json", "resized.json"] {
+        assert_eq!(folder.losses(name), one, "{name}");
+    }
+    let planned = CUT.replace("--bits invariant:32", "");
+    folder.succeeds(&format!(
+        "train story.txt {planned} --steps 10 --ranks 2 --record planned.json"
+    ));
+    assert_ne!(
+        folder.losses("planned.json"),
+        one,
+        "planned bits are others"
+    );
+}
+
+#[test]
+fn segments_that_tiles_do_not_divide_are_refused() {
+    let folder = LongnetFolder::with_text();
+    folder.refuses(
+        "train story.txt --tokens 512 --segment-lengths 100,500 --dilation-rates 1,1 \
+         --ranks 4 --bits invariant:32",
+        &[
+            "--bits invariant:32",
+            "blocks of 32 rows",
+            "--segment-lengths",
+        ],
+    );
+    folder.refuses(
+        "train story.txt --tokens 128 --bits same",
+        &["same", "invariant:TILE"],
+    );
+}

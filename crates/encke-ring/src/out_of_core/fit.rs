@@ -7,7 +7,6 @@ use crate::memory::planned;
 use encke_core::DType;
 use encke_core::kernel::Kernel;
 use encke_core::plan::{Plan, Request};
-use encke_core::sharding::Sharding;
 
 use super::error::StreamError;
 use super::{sequential, staging};
@@ -83,8 +82,7 @@ fn resident<K: Kernel>(
     ranks: usize,
     limit: usize,
 ) -> Result<usize, StreamError> {
-    let mut request = request.clone();
-    request.sharding = Sharding::new(ranks, request.sharding.cut().clone())?;
+    let request = request.clone().on_ranks(ranks)?;
     sequential::check(&request)?;
     let shape = request.shape;
     let row = shape.heads.max(shape.kv_heads) * shape.dim.max(shape.value_dim);

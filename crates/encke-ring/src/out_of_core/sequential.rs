@@ -44,10 +44,17 @@ pub(super) fn check(request: &Request) -> Result<(), StreamError> {
         });
     }
     let alone = request.sharding.ranks() == 1 || request.pass == Pass::Forward;
-    if request.schedule.backward == Rotating::Queries && !alone {
+    let invariant = !request.bits.is_planned();
+    if request.schedule.backward == Rotating::Queries && !alone && !invariant {
         return Err(StreamError::Unsupported {
             what: "a backward pass whose queries rotate",
             hint: "what ranks make of dout on the way is in no file; let keys rotate",
+        });
+    }
+    if request.schedule.backward == Rotating::Keys && !alone && invariant {
+        return Err(StreamError::Unsupported {
+            what: "a backward pass with invariant bits whose keys rotate",
+            hint: "its sums of dk and dv travel from rank to rank; let queries rotate",
         });
     }
     check_slots(request)

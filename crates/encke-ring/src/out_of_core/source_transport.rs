@@ -1,8 +1,8 @@
 //! A transport whose peers are not running.
 //!
-//! What a rank would receive of k and v is read from the source, the rows that the plan names for
+//! What a rank would receive of inputs is read from the source, the rows that the plan names for
 //! the message. What it would receive of gradients is zero; what it would send of gradients is
-//! added to the rows it belongs to. What it would send of k and v is dropped: the other ranks read
+//! added to the rows it belongs to. What it would send of inputs is dropped: the other ranks read
 //! it themselves. Bytes are counted as if all of it had been sent, because a rank asserts that the
 //! bytes moved are those planned.
 
@@ -83,7 +83,12 @@ impl<'s, K: Kernel> SourceTransport<'s, K> {
     }
 
     fn receive(&mut self, origin: &Origin, to: &mut K::Buffer) -> Result<(), StreamError> {
-        let (dtype, role) = (self.request.dtype, origin.role);
+        let role = origin.role;
+        let dtype = match role {
+            Role::Lse | Role::Dlse => self.request.dtype.sum(),
+            Role::Out => self.request.out_dtype(),
+            _ => self.request.dtype,
+        };
         let width = row_width(role, &self.request.shape);
         if matches!(role, Role::Dk | Role::Dv) {
             let failed = |source| RingError::of_rank(self.rank, RankError::before_start(source));

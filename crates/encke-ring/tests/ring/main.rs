@@ -1,5 +1,6 @@
 //! Tests of the ring against its plans and against the f64 reference.
 
+mod bits;
 mod cache;
 mod calls;
 mod instrumented;

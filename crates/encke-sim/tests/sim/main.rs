@@ -1,5 +1,6 @@
 //! The simulator against rings of threads, the plan, and injected faults.
 
+mod bits;
 mod faults;
 mod lockstep;
 mod memory;

@@ -56,19 +56,25 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
             return;
         }
         let before = tile.seen.start.saturating_sub(packed.first);
-        // Blocks end at multiples of `KEYS` from the first key of the piece on; keys before the
-        // first visible one are left out, 32 at a time.
+        // Blocks end at multiples of their size from the first key of the piece on; keys before the
+        // first visible one are left out, 32 at a time. A job on a grid takes them from the last
+        // to the first, so that a row's bits do not depend on where its keys are cut into jobs.
+        let size = self.block_keys::<S>();
         let (aligned, start) = (
-            packed.first + before / S::KEYS * S::KEYS,
+            packed.first + before / size * size,
             packed.first + before / WIDTH * WIDTH,
         );
-        for block_start in (aligned..end).step_by(S::KEYS) {
+        let mut blocks = (aligned..end).step_by(size);
+        while let Some(block_start) = match self.job.tiles {
+            None => blocks.next(),
+            Some(_) => blocks.next_back(),
+        } {
             let key = block_start.max(start);
             let block = KeyBlock {
                 tile: index,
                 key,
                 from: key - packed.first,
-                steps: (end.min(block_start + S::KEYS) - key).div_ceil(WIDTH),
+                steps: (end.min(block_start + size) - key).div_ceil(WIDTH),
             };
             let huge = (tile.huge != 0 || block.has(packed.huge))
                 .then(|| self.huge_scores(task, tile, block));

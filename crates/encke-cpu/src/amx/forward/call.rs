@@ -123,6 +123,13 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         scratch.wrapping_add(self.layout.sums + tile * 2 * self.steps * SLAB_BYTES)
     }
 
+    /// Keys of a block.
+    #[inline]
+    pub fn block_keys<S: AmxForwardConfig>(&self) -> usize {
+        let tile = self.job.tiles.map_or(usize::MAX, |tiles| tiles.tile);
+        S::KEYS.min(tile)
+    }
+
     /// Packed keys (or values) from index `from` on, a multiple of 32.
     #[inline]
     pub fn packed(&self, region: usize, from: usize, scratch: *mut u8) -> *mut u8 {

@@ -39,7 +39,14 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         tile.huge = u32::from(found.huge);
         // Lanes without a query repeat the last one, so that they need no mask.
         let last = tile.count - 1;
-        let keys = VisibleKeys::new(|lane| task.piece.visible(first + lane.min(last)));
+        let keys = VisibleKeys::new(|lane| {
+            let row = first + lane.min(last);
+            let visible = task.piece.visible(row);
+            match &job.tiles {
+                None => visible,
+                Some(tiles) => tiles.visible(row, visible),
+            }
+        });
         [tile.seen, tile.common] = keys.bounds();
         tile.softmax = TileSoftmax {
             m: Lanes([f32::NEG_INFINITY; 32]),

@@ -44,8 +44,20 @@ pub fn tasks<'a>(
         for heads in groups.iter().flat_map(|group| group.chunks(limit)) {
             let rows = limit / heads.len() * WIDTH;
             for piece in pieces {
-                for first in piece.queries.clone().step_by(rows) {
-                    let count = rows.min(piece.queries.end - first);
+                // On a grid, tiles begin at its multiples of 32 rows.
+                let before = job.tiles.map_or(0, |tiles| tiles.query % WIDTH);
+                let aligned = match before {
+                    0 => piece.queries.start,
+                    _ => (piece.queries.start + WIDTH - before).min(piece.queries.end),
+                };
+                let first = (piece.queries.start..aligned).step_by(WIDTH);
+                for first in first.chain((aligned..piece.queries.end).step_by(rows)) {
+                    let end = if first < aligned {
+                        aligned
+                    } else {
+                        piece.queries.end
+                    };
+                    let count = rows.min(end - first);
                     let keys = |row: usize| {
                         let last = (row + WIDTH).min(first + count) - 1;
                         piece.visible(last).end - piece.visible(row).start
