@@ -1,8 +1,9 @@
 //! Runs one task of a program on the kernel.
 //!
 //! A translation without decisions: the task names the buffers it reads and writes, the kernel
-//! computes; a job on a grid is computed step by step. A task writes buffers that are checked out ([`CheckedOut`]); it reads buffers in the
-//! table, or the caller's inputs in place.
+//! computes; a job on a grid is computed step by step, where the kernel has no order of its own. A
+//! task writes buffers that are checked out ([`CheckedOut`]); it reads buffers in the table, or the
+//! caller's inputs in place.
 
 use encke_core::job::Job;
 use encke_core::kernel::{Gradients, Kernel, KernelError, SoftmaxState, Upstream};

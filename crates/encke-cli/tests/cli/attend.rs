@@ -52,7 +52,6 @@ fn with_invariant_bits_every_ring_writes_the_bytes_of_one_rank() {
             "--ranks 7 --redundancy 1",
             "--sharding 0,96,960",
             "--ranks 3 --rotate queries",
-            "--rotate queries --memory-limit 18MiB",
         ] {
             folder.succeeds(&format!("{attend} -o ring {ring}"));
             assert!(bytes("ring") == bytes("alone"), "{options} {ring}");

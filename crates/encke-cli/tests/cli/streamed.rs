@@ -49,6 +49,21 @@ fn length(path: &Path) -> usize {
 
 #[test]
 #[cfg(target_os = "linux")]
+fn invariant_bits_out_of_core_are_those_in_memory() {
+    let folder = CommandFolder::new();
+    folder.succeeds("generate in.safetensors --tokens 20k --heads 4 --dim 16 --grad");
+    let attend = "attend in.safetensors --grad --bits invariant:32 --window 200,100";
+    folder.succeeds(&format!("{attend} -o memory"));
+    let limited = format!("{attend} -o streamed --memory-limit 64MiB");
+    let (said, _) = watched(&folder, &format!("{limited} --rotate queries"));
+    assert!(ranks(&said) > 1, "{said}");
+    let bytes = |name: &str| std::fs::read(folder.join(name)).unwrap();
+    assert!(bytes("memory") == bytes("streamed"), "{said}");
+    folder.refuses(&limited, &["invariant bits", "let queries rotate"]);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
 fn a_file_three_times_the_limit_gives_the_bytes_of_a_ring_in_memory() {
     let folder = CommandFolder::new();
     folder.succeeds("generate in.safetensors --tokens 270_001 --heads 1 --dim 64");
