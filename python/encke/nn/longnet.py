@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Optional, Union
 
 import torch
@@ -24,17 +25,28 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _MagnetoLayer(nn.Module):
-    """What encoder and decoder layers share: the feed-forward block, residuals and dropout."""
+    """What encoder and decoder layers share: arguments, the feed-forward block, residuals."""
 
+    # The norms of the feed-forward block, by the names of fkodom's package.
     norm_before_linear: str
     norm_between_linear: str
 
     def __init__(
         self,
-        dropout: float,
-        activation: Union[str, Callable[[Tensor], Tensor]],
-        gamma_init: float,
-        residual: bool,
+        d_model: int,
+        nhead: int,
+        segment_lengths: Optional[Sequence[int]] = None,
+        dilation_rates: Optional[Sequence[int]] = None,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Union[str, Callable[[Tensor], Tensor]] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: Optional[Union[torch.device, str]] = None,
+        dtype: Optional[torch.dtype] = None,
+        *,
+        residual: bool = True,
+        **options: Any,
     ) -> None:
         super().__init__()
         if isinstance(activation, str):
@@ -46,15 +58,22 @@ class _MagnetoLayer(nn.Module):
         self.residual = residual
         self.gamma_init = gamma_init
         self.dropout = nn.Dropout(dropout)
-
-    def _add_feed_forward(
-        self, d_model: int, dim_feedforward: int, eps: float, factory: dict[str, Any]
-    ) -> None:
-        setattr(self, self.norm_before_linear, nn.LayerNorm(d_model, eps=eps, **factory))
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        norm = partial(nn.LayerNorm, eps=layer_norm_eps, **factory)
+        heads = (d_model, nhead, dilation_rates, segment_lengths)
+        options.update(factory, layer_norm_eps=layer_norm_eps, gamma_init=gamma_init)
+        self.norm1 = norm(d_model)
+        self._add_attention(partial(norm, d_model), partial(_attention, heads, options))
+        setattr(self, self.norm_before_linear, norm(d_model))
         self.linear1 = nn.Linear(d_model, dim_feedforward, **factory)
-        setattr(self, self.norm_between_linear, nn.LayerNorm(dim_feedforward, eps=eps, **factory))
+        setattr(self, self.norm_between_linear, norm(dim_feedforward))
         self.linear2 = nn.Linear(dim_feedforward, d_model, **factory)
         self.reset_parameters()
+
+    def _add_attention(
+        self, norm: Callable[[], nn.Module], attention: Callable[..., MultiheadDilatedAttention]
+    ) -> None:
+        raise NotImplementedError
 
     def reset_parameters(self) -> None:
         """Initialises the feed-forward block as MAGNETO does; the attention initialises itself."""
@@ -71,6 +90,12 @@ class _MagnetoLayer(nn.Module):
         return self.dropout(self.linear2(getattr(self, self.norm_between_linear)(x)))
 
 
+def _attention(
+    heads: tuple[Any, ...], options: dict[str, Any], layer_norm: bool
+) -> MultiheadDilatedAttention:
+    return MultiheadDilatedAttention(*heads, layer_norm=layer_norm, **options)
+
+
 class DilatedTransformerEncoderLayer(_MagnetoLayer):
     """An encoder layer with dilated attention; causal, it is a decoder-only layer.
 
@@ -81,37 +106,10 @@ class DilatedTransformerEncoderLayer(_MagnetoLayer):
 
     norm_before_linear, norm_between_linear = "norm2", "norm3"
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        segment_lengths: Optional[Sequence[int]] = None,
-        dilation_rates: Optional[Sequence[int]] = None,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: Union[str, Callable[[Tensor], Tensor]] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: Optional[Union[torch.device, str]] = None,
-        dtype: Optional[torch.dtype] = None,
-        *,
-        residual: bool = True,
-        **options: Any,
+    def _add_attention(
+        self, norm: Callable[[], nn.Module], attention: Callable[..., MultiheadDilatedAttention]
     ) -> None:
-        super().__init__(dropout, activation, gamma_init, residual)
-        factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
-        self.self_attn = MultiheadDilatedAttention(
-            d_model,
-            nhead,
-            dilation_rates,
-            segment_lengths,
-            layer_norm_eps=layer_norm_eps,
-            gamma_init=gamma_init,
-            **factory,
-            **options,
-        )
-        self._add_feed_forward(d_model, dim_feedforward, layer_norm_eps, factory)
+        self.self_attn = attention(layer_norm=True)
 
     def forward(self, src: Tensor, is_causal: bool = False, **attention_options: Any) -> Tensor:
         """The layer's output, ``[batch, tokens, d_model]`` like ``src``."""
@@ -126,44 +124,12 @@ class DilatedTransformerDecoderLayer(_MagnetoLayer):
 
     norm_before_linear, norm_between_linear = "norm3", "norm4"
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        segment_lengths: Optional[Sequence[int]] = None,
-        dilation_rates: Optional[Sequence[int]] = None,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: Union[str, Callable[[Tensor], Tensor]] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: Optional[Union[torch.device, str]] = None,
-        dtype: Optional[torch.dtype] = None,
-        *,
-        residual: bool = True,
-        **options: Any,
+    def _add_attention(
+        self, norm: Callable[[], nn.Module], attention: Callable[..., MultiheadDilatedAttention]
     ) -> None:
-        super().__init__(dropout, activation, gamma_init, residual)
-        factory: dict[str, Any] = dict(device=device, dtype=dtype)
-
-        def attention(layer_norm: bool) -> MultiheadDilatedAttention:
-            return MultiheadDilatedAttention(
-                d_model,
-                nhead,
-                dilation_rates,
-                segment_lengths,
-                layer_norm=layer_norm,
-                layer_norm_eps=layer_norm_eps,
-                gamma_init=gamma_init,
-                **factory,
-                **options,
-            )
-
-        self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
         self.self_attn = attention(layer_norm=False)
-        self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
+        self.norm2 = norm()
         self.multihead_attn = attention(layer_norm=True)
-        self._add_feed_forward(d_model, dim_feedforward, layer_norm_eps, factory)
 
     def forward(
         self,
