@@ -9,6 +9,8 @@
 //! written once, over a trait for vectors, and compiled for each instruction set
 //! ([`InstructionSet`]).
 #![deny(unsafe_op_in_unsafe_fn)]
+// Other processors run the portable vectors; those of `pulp` are wired up for x86 only.
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports))]
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
