@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use encke_core::conformance::Random;
 use encke_core::job::Job;
 use encke_core::naive::NaiveKernel;
-use encke_core::plan::program::{RankPlan, Role, Task};
+use encke_core::plan::program::{Fill, RankPlan, Role, Task};
 use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Plan, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
@@ -186,32 +186,44 @@ fn a_mutant_with_two_tiles_swapped_has_other_bits() {
     let program = plan.rank(0).expect("one rank");
     for set in arms() {
         let kernel = CpuKernel::with(set).expect("it is available");
-        let expected = run_program(&kernel, program.clone(), &case);
-        // The steps of each job as jobs of their own, with two of them swapped.
-        let steps = |job: &Job, swap: Option<usize>| {
-            let mut steps: Vec<Job> = job.tile_steps().collect();
-            if let Some(at) = swap {
-                steps.swap(at, at + 1);
-            }
-            steps
-        };
-        for swap in [None, Some(0), Some(1), Some(2)] {
+        // The steps of a job as jobs of their own, with two of them swapped.
+        let run = |swap: Option<usize>| {
             let mut mutant = program.clone();
             for task in mutant.rounds[0].meanwhile.split_off(0) {
-                let Task::Forward { job, .. } = &task else {
+                let Task::Forward { job, carry, .. } = &task else {
                     panic!("attention that updates a carry");
                 };
-                assert_eq!(job.tile_steps().count(), 4, "a step for each diagonal");
-                for step in steps(job, swap) {
+                for (buffer, value) in [
+                    (carry.acc, Fill::Zero),
+                    (carry.m, Fill::MinusInfinity),
+                    (carry.l, Fill::Zero),
+                ] {
+                    let fill = Task::Fill { buffer, value };
+                    mutant.rounds[0].before.push(fill);
+                }
+                let mut steps: Vec<Job> = job.tile_steps().collect();
+                assert_eq!(steps.len(), 4, "a step for each diagonal");
+                if let Some(at) = swap {
+                    steps.swap(at, at + 1);
+                }
+                for step in steps {
                     let mut task = task.clone();
-                    if let Task::Forward { job, .. } = &mut task {
-                        *job = step;
+                    if let Task::Forward { job, starts, .. } = &mut task {
+                        (*job, *starts) = (step, false);
                     }
                     mutant.rounds[0].meanwhile.push(task);
                 }
             }
-            let got = run_program(&kernel, mutant, &case);
-            assert_eq!(got == expected, swap.is_none(), "{set}, swapped {swap:?}");
+            run_program(&kernel, mutant, &case)
+        };
+        let expected = run(None);
+        assert_eq!(run(None), expected);
+        for at in 0..3 {
+            assert_ne!(
+                run(Some(at)),
+                expected,
+                "{set}, step {at} swapped with the next"
+            );
         }
     }
 }
