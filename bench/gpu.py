@@ -5,7 +5,7 @@
     python3 bench/gpu.py [--quick] [--only WORDS ...] [--turns 7] [--power] [--record FILE]
 
 Every contestant gets the same bf16 tensors and returns tensors of that type, in one process,
-through its Python call; torch's autograd runs the backward passes. Contestants take turns of several
+through its Python call; torch's autograd runs the backward passes. Contestants take turns of some
 calls, timed by events on the GPU: conversions, zero-fills and gaps between launches are included.
 Ratios are medians over turns, above 1 where Encke is faster. FLOPs are counted as 4·n²·d·h forward
 and 10·n²·d·h backward, half of that when causal, for all. Before anything is timed, the answers of

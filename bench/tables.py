@@ -205,8 +205,10 @@ def gpu_calls(_paths, records):
         measured, unit = (row["tflops"], "") if "tflops" in row else (row["host_us"], " µs")
         line = [name, f"{measured['Encke']:.0f}{unit}"]
         for rival in CALL_RIVALS:
-            known = rival in measured
-            line.append(f"{measured[rival]:.0f}{unit} ({row['ratios'][rival]:.2f})" if known else "–")
+            if rival in measured:
+                line.append(f"{measured[rival]:.0f}{unit} ({row['ratios'][rival]:.2f})")
+            else:
+                line.append("–")
         lines.append(line)
     return markdown(head, lines)
 

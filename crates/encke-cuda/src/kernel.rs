@@ -192,7 +192,7 @@ impl CudaKernel {
     }
 
     /// Whether `backward` of this job can write dk and dv, of `elements` elements each, rounded to
-    /// `dtype`, the type of q, k and v: it then overwrites all of both, which must have been zeroed.
+    /// `dtype`, the type of q, k and v: it then overwrites all of both, which must be zero before.
     pub fn rounds_key_gradients(&self, job: &Job, dtype: DType, elements: usize) -> bool {
         let launch = hopper_backward::plan(&self.context().device, job, dtype);
         let family = self.family(job, dtype, launch.is_some());

@@ -1,4 +1,4 @@
-//! Encke's worker of `bench/gpu_device.py`: ranks on one GPU with their inputs already in device memory.
+//! Encke's worker of `bench/gpu_device.py`: ranks on one GPU with their inputs in its memory.
 //! Reads a configuration from a line of standard input, then answers each `run R` with the mean
 //! milliseconds of R consecutive calls, measured by CUDA events, and the host's milliseconds to
 //! enqueue one, so that the script can alternate with rival libraries.

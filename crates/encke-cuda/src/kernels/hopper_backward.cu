@@ -35,7 +35,7 @@ DEV void begin_scores(float (&s)[BQ / 2], const HopperBackward& w, const Shared&
   wgmma_fence(); issue_scores(s, m.k + warpgroup * 64 * 128, m.q + stage * Q_BYTES); wgmma_commit();
 }
 
-// Issues dQ of block n: half of the columns for each warpgroup, or half of the rows if there are 128.
+// Issues dQ of block n. A warpgroup has half of the columns, or half of the rows if there are 128.
 DEV void issue_block_dq(float (&dq)[32], const Shared& m, u32 n, int warpgroup) {
   const u32 ds = m.pairs + (n & 1) * PAIRS * PAIR_BYTES;
   wgmma_fence();
