@@ -88,6 +88,7 @@ pub struct Options {
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
+    options.device.check_wire(1)?;
     let limit = options.limit()?;
     let mut suite = match (options.faults, options.device.device) {
         (_, ComputeDevice::Cpu) if options.bits => VerifySuite::bits()?,
@@ -122,7 +123,7 @@ pub fn run_as_rank(
     cluster: &mut encke_lab::cluster::Cluster,
     options: &Options,
 ) -> Result<Verdict> {
-    use encke_lab::verify::processes;
+    use encke::CpuKernel;
 
     let ready = (|| {
         if options.faults {
@@ -131,13 +132,35 @@ pub fn run_as_rank(
         if options.bits {
             bail!("--bits compares rings of threads, in one process; start it without a launcher");
         }
-        options.device.refuse_in_processes()?;
-        Ok((
-            options.limit()?,
-            VerifySuite::reference(ComputeDevice::Cpu)?,
-        ))
+        options.device.check_wire(cluster.ranks())?;
+        options.limit()
     })();
-    let (limit, mut suite) = cluster.agree(ready)?;
+    let limit = cluster.agree(ready)?;
+    match options.device.device {
+        ComputeDevice::Cpu => {
+            let kernel = CpuKernel::new().map_err(anyhow::Error::from);
+            let kernel = cluster.agree(kernel)?;
+            verify_on(cluster, options, limit, &kernel)
+        }
+        ComputeDevice::Cuda(index) => {
+            let kernel = cluster.open_gpu(index, options.device.wire, false)?;
+            verify_on(cluster, options, limit, &kernel)
+        }
+    }
+}
+
+/// Verifies the processes of a job that compute with this kernel.
+#[cfg(feature = "mpi")]
+fn verify_on<K: encke_lab::rank_kernel::RankKernel>(
+    cluster: &mut encke_lab::cluster::Cluster,
+    options: &Options,
+    limit: Duration,
+    kernel: &K,
+) -> Result<Verdict> {
+    use encke_lab::verify::processes;
+
+    let suite = VerifySuite::reference(options.device.device);
+    let mut suite = cluster.agree(suite)?;
     let is_root = cluster.is_root();
     let own = is_root.then(|| options.seed.unwrap_or_else(clock_seed));
     let settings = options.settings(limit, cluster.broadcast(own)?);
@@ -152,13 +175,13 @@ pub fn run_as_rank(
         cluster.ranks(),
         cluster.library
     ))?;
-    if let Err(error) = processes::check_transport(cluster)? {
+    if let Err(error) = processes::check_transport(cluster, kernel)? {
         let failed = paint.red("failed:");
         say_once(&format!("{failed} the transport: {error}\n"))?;
         return Ok(Verdict::CheckFailed);
     }
     say_once("messages: the transport passes its conformance suite, whole and in pieces\n")?;
-    let counts = processes::run(cluster, &mut suite, &settings, |seed, error| {
+    let counts = processes::run(cluster, kernel, &mut suite, &settings, |seed, error| {
         let failed = paint.red("failed:");
         Ok(say_once(&format!(
             "{failed} {error}\n  reproduce: encke verify --seed {seed} --count 1, as many \
@@ -167,9 +190,13 @@ pub fn run_as_rank(
     })?;
     say_once(&options.summary(paint, &counts, &suite))?;
     if counts.failed == 0 {
-        say_once(
-            "every rank has the bits of threads and of the simulator, forward and backward\n",
-        )?;
+        let also = match options.device.device {
+            ComputeDevice::Cpu => " and of the simulator",
+            ComputeDevice::Cuda(_) => "",
+        };
+        say_once(&format!(
+            "every rank has the bits of threads{also}, forward and backward\n"
+        ))?;
     }
     Ok(Verdict::of(counts.failed == 0))
 }

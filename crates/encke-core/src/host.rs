@@ -102,18 +102,27 @@ impl HostWireBuffer for Vec<u8> {
 }
 
 /// FNV-1a over words of eight bytes, with an added rotation: without it two flipped top bits, which
-/// are two flipped signs, would cancel. Detects accidental corruption; not cryptographic.
+/// are two flipped signs, would cancel. Eight hashes take the words in turn, because a step waits
+/// for the one before it. Detects accidental corruption; not cryptographic.
 pub fn checksum(bytes: &[u8]) -> u64 {
     let step = |hash: u64, word: u64| {
         (hash ^ word)
             .wrapping_mul(0x0000_0100_0000_01b3)
             .rotate_left(29)
     };
-    let (words, rest) = bytes.as_chunks::<8>();
     let start = 0xcbf2_9ce4_8422_2325 ^ bytes.len() as u64;
-    let hash = words
+    let mut hashes: [u64; 8] = std::array::from_fn(|lane| step(start, lane as u64));
+    let (words, rest) = bytes.as_chunks::<8>();
+    let (blocks, last) = words.as_chunks::<8>();
+    for block in blocks {
+        for (hash, word) in hashes.iter_mut().zip(block) {
+            *hash = step(*hash, u64::from_le_bytes(*word));
+        }
+    }
+    let hash = hashes.into_iter().fold(start, step);
+    let hash = last
         .iter()
-        .fold(start, |hash, word| step(hash, u64::from_le_bytes(*word)));
+        .fold(hash, |hash, word| step(hash, u64::from_le_bytes(*word)));
     rest.iter()
         .fold(hash, |hash, &byte| step(hash, byte.into()))
 }

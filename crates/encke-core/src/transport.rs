@@ -230,3 +230,25 @@ pub trait Survivors<B: WireBuffer>: Transport<B> {
     /// [`TransportError::PeerFailed`] and this reason, instead of continuing without it.
     fn give_up(&mut self, reason: &str);
 }
+
+impl<B: WireBuffer, T: Transport<B> + ?Sized> Transport<B> for &mut T {
+    fn exchange(
+        &mut self,
+        round: usize,
+        outgoing: &[Outgoing<'_, B>],
+        incoming: &mut [Incoming<'_, B>],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Moved, TransportError> {
+        (**self).exchange(round, outgoing, incoming, meanwhile)
+    }
+}
+
+impl<B: WireBuffer, T: Survivors<B> + ?Sized> Survivors<B> for &mut T {
+    fn agree(&mut self, progress: RankProgress) -> Result<Agreement, TransportError> {
+        (**self).agree(progress)
+    }
+
+    fn give_up(&mut self, reason: &str) {
+        (**self).give_up(reason);
+    }
+}

@@ -12,7 +12,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, DriverError, sys};
+use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, DriverError, result, sys};
 
 use crate::allocation::DeviceAllocation;
 use crate::error::{Error, Result};
@@ -86,6 +86,18 @@ impl Device {
         let attention = attention.collect::<Result<Vec<_>>>()?;
         let copies = [stream()?, stream()?, stream()?, stream()?];
         Ok(Device::with_streams(shared, attention, copies, false))
+    }
+
+    /// The number of GPUs that this process can open.
+    pub fn count() -> Result<usize> {
+        SharedDevice::count()
+    }
+
+    /// What distinguishes it from every other GPU, in any process.
+    pub fn uuid(&self) -> Result<[u8; 16]> {
+        let uuid = result::device::get_uuid(self.context().cu_device());
+        let uuid = uuid.map_err(|error| Error::driver("asking for the GPU's identity", error))?;
+        Ok(uuid.bytes.map(|byte| byte as u8))
     }
 
     /// The same GPU with one stream, a caller's, for everything. Nothing waits for other streams:

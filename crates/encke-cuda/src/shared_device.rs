@@ -39,15 +39,20 @@ pub(crate) struct SharedDevice {
 }
 
 impl SharedDevice {
-    /// Opens the GPU with this ordinal.
-    pub fn open(ordinal: usize) -> Result<Arc<SharedDevice>> {
+    /// The number of GPUs.
+    pub fn count() -> Result<usize> {
         // cudarc panics without a driver. Loading it here first turns that into an error, and
         // cudarc then finds it already loaded.
         let (driver, _) = library::find(&library::DRIVER)?;
         std::mem::forget(driver);
         result::init().map_err(|error| Error::driver("starting the CUDA driver", error))?;
         let found = CudaContext::device_count();
-        let found = found.map_err(|error| Error::driver("counting GPUs", error))? as usize;
+        Ok(found.map_err(|error| Error::driver("counting GPUs", error))? as usize)
+    }
+
+    /// Opens the GPU with this ordinal.
+    pub fn open(ordinal: usize) -> Result<Arc<SharedDevice>> {
+        let found = SharedDevice::count()?;
         if ordinal >= found {
             return Err(Error::NoDevice {
                 asked: ordinal,

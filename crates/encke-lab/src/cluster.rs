@@ -20,6 +20,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::arguments;
+use crate::gpu_links::GpuLinks;
 use crate::program::{AlreadyReported, PAUSE, Verdict, one_line};
 use crate::terminal::note;
 
@@ -38,8 +39,10 @@ const GRACE: Duration = Duration::from_secs(2);
 pub struct Cluster {
     /// The transport between the ranks.
     pub wire: MpiTransport,
-    /// Name and version of the MPI library.
+    /// Name and version of the MPI library, and what connects the GPUs, if ranks compute on some.
     pub library: String,
+    /// The links between the GPUs.
+    pub(crate) gpu: Option<GpuLinks>,
     survives: bool,
 }
 
@@ -104,12 +107,15 @@ pub fn run<C>(
     let cluster = Arc::new(Mutex::new(Cluster {
         library: world.library().to_string(),
         wire,
+        gpu: None,
         survives: false,
     }));
     let ended = catch_unwind(AssertUnwindSafe(|| {
         locked(&cluster).check_arguments(name)?;
         let parsed = locked(&cluster).agree(parsed)?;
-        work(parsed, &cluster)
+        let verdict = work(parsed, &cluster)?;
+        locked(&cluster).close_gpu()?;
+        Ok(verdict)
     }));
     let ended = ended.unwrap_or_else(|_| Err(anyhow!("it panicked: a bug in {name}")));
     match (ended, Arc::try_unwrap(cluster)) {
@@ -169,6 +175,11 @@ impl Cluster {
     /// Whether this is the root.
     pub fn is_root(&self) -> bool {
         self.rank() == self.root()
+    }
+
+    /// How long a rank waits for another one.
+    pub(crate) fn deadline(&self) -> Duration {
+        self.wire.deadline()
     }
 
     /// From now on, the other ranks continue when one dies.
@@ -262,6 +273,12 @@ impl Cluster {
         };
         let read = |bytes: &Vec<u8>| serde_json::from_slice(bytes).context("a rank's report");
         all.iter().map(read).collect::<Result<Vec<T>>>().map(Some)
+    }
+
+    /// Every rank's value, on all ranks.
+    pub fn all_gather<T: Serialize + DeserializeOwned>(&mut self, own: &T) -> Result<Vec<T>> {
+        let all = self.gather(own)?;
+        self.broadcast(all)
     }
 
     /// The root's value, on all ranks.

@@ -17,18 +17,24 @@ pub enum ComputeDevice {
     /// The processor.
     #[default]
     Cpu,
-    /// The NVIDIA GPU with this index.
-    Cuda(usize),
+    /// The NVIDIA GPU with this index; without one the first, or in a job of several processes one
+    /// for each process of a machine.
+    Cuda(Option<usize>),
 }
 
 impl FromStr for ComputeDevice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<ComputeDevice, String> {
-        let index = |digits: &str| digits.parse().ok().map(ComputeDevice::Cuda);
+        let index = |digits: &str| {
+            digits
+                .parse()
+                .ok()
+                .map(|index| ComputeDevice::Cuda(Some(index)))
+        };
         let device = match text {
             "cpu" => Some(ComputeDevice::Cpu),
-            "cuda" => Some(ComputeDevice::Cuda(0)),
+            "cuda" => Some(ComputeDevice::Cuda(None)),
             other => other.strip_prefix("cuda:").and_then(index),
         };
         device.ok_or_else(|| "write cpu, cuda, or cuda:N for the GPU with index N".to_string())
@@ -39,7 +45,8 @@ impl fmt::Display for ComputeDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             ComputeDevice::Cpu => f.write_str("cpu"),
-            ComputeDevice::Cuda(index) => write!(f, "cuda:{index}"),
+            ComputeDevice::Cuda(None) => f.write_str("cuda"),
+            ComputeDevice::Cuda(Some(index)) => write!(f, "cuda:{index}"),
         }
     }
 }
@@ -58,8 +65,9 @@ impl TryFrom<String> for ComputeDevice {
     }
 }
 
-/// The kernel of the GPU with this index, or why there is none.
-pub fn open_gpu(index: usize) -> Result<CudaKernel> {
+/// The kernel of the GPU with this index, by default the first, or why there is none.
+pub fn open_gpu(index: Option<usize>) -> Result<CudaKernel> {
+    let index = index.unwrap_or(0);
     CudaKernel::new(index).with_context(|| format!("--device cuda:{index}"))
 }
 
@@ -71,9 +79,9 @@ mod tests {
     fn device_names_parse_back_and_other_text_is_refused() {
         for (text, device) in [
             ("cpu", ComputeDevice::Cpu),
-            ("cuda", ComputeDevice::Cuda(0)),
-            ("cuda:0", ComputeDevice::Cuda(0)),
-            ("cuda:11", ComputeDevice::Cuda(11)),
+            ("cuda", ComputeDevice::Cuda(None)),
+            ("cuda:0", ComputeDevice::Cuda(Some(0))),
+            ("cuda:11", ComputeDevice::Cuda(Some(11))),
         ] {
             assert_eq!(text.parse(), Ok(device));
             assert_eq!(device.to_string().parse(), Ok(device));

@@ -17,6 +17,8 @@ pub mod chrome_trace;
 pub mod cluster;
 pub mod device;
 pub mod format;
+#[cfg(feature = "mpi")]
+mod gpu_links;
 pub mod longnet;
 pub mod memory_table;
 pub mod number;
@@ -24,11 +26,14 @@ pub mod output;
 pub mod process;
 pub mod profile;
 pub mod program;
+#[cfg(feature = "mpi")]
+pub mod rank_kernel;
 pub mod report;
 pub mod row_check;
 pub mod table;
 pub mod tensors;
 pub mod terminal;
 pub mod verify;
+pub mod wire_choice;
 
 pub use program::{AlreadyReported, Verdict, program, without_mpi};

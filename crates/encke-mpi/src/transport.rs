@@ -132,6 +132,11 @@ impl MpiTransport {
         self.ranks
     }
 
+    /// How long an exchange may wait for another rank.
+    pub fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
     /// Sets how long an exchange may wait for another rank.
     pub fn set_deadline(&mut self, deadline: Duration) {
         self.deadline = deadline;

@@ -27,6 +27,7 @@ use results::AttendResult;
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
+    options.device.check_wire(1)?;
     let builder = options.builder()?;
     match options.device.device {
         ComputeDevice::Cpu => run_on(options, builder.build()?),

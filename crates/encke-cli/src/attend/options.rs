@@ -216,12 +216,17 @@ impl Options {
         self.complete(builder)
     }
 
-    /// The attention on as many ranks as there are processes.
+    /// Whether the call survives deaths of ranks.
     #[cfg(feature = "mpi")]
-    pub fn attention_of(&self, processes: usize) -> Result<Attention> {
-        self.device.refuse_in_processes()?;
+    pub fn survives(&self) -> bool {
+        self.ring.survives()
+    }
+
+    /// The same on as many ranks as there are processes.
+    #[cfg(feature = "mpi")]
+    pub fn builder_of(&self, processes: usize) -> Result<Builder> {
         let builder = self.ring.apply_to(Attention::builder(), processes)?;
-        Ok(self.complete(builder)?.build()?)
+        self.complete(builder)
     }
 
     /// Applies the options that do not concern the ring.

@@ -10,13 +10,16 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use encke::plan::program::Role;
-use encke::{Attention, DType, Padding, Pass, Plan, Request, Trace};
+use encke::{Attention, Builder, CpuKernel, DType, Kernel, Padding, Pass, Plan, Request, Trace};
 use encke_lab::Verdict;
 use encke_lab::chrome_trace::ChromeTrace;
 use encke_lab::cluster::Cluster;
+use encke_lab::device::ComputeDevice;
 use encke_lab::output::OutputFile;
 use encke_lab::process::{peak_resident_bytes, resident_bytes};
+use encke_lab::rank_kernel::RankKernel;
 use encke_lab::terminal::spinner;
+use encke_lab::wire_choice::WireChoice;
 use encke_ring::ShardCall;
 use encke_ring::out_of_core::{ExtraTermRows, Files, FromSource, TensorFile, ToSink};
 
@@ -28,11 +31,12 @@ use super::streamed::{
     write_dsinks,
 };
 use super::summary;
+use crate::device_option::DeviceOption;
 use crate::input::InputFile;
 
 /// What all ranks agree on before anything is written.
-struct PreparedCall {
-    attention: Attention,
+struct PreparedCall<K: Kernel> {
+    attention: Attention<K>,
     inputs: AttendInputs,
     /// Of the input file.
     sample: u64,
@@ -42,7 +46,30 @@ struct PreparedCall {
 
 /// Runs the command.
 pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
-    let call = prepare(cluster.ranks(), options);
+    let DeviceOption { device, wire } = options.device;
+    // Before a GPU is opened: whatever the options alone decide.
+    let builder = builder(cluster.ranks(), options);
+    let builder = cluster.agree(builder)?;
+    match device {
+        ComputeDevice::Cpu => {
+            let kernel = CpuKernel::new().map_err(anyhow::Error::from);
+            let kernel = cluster.agree(kernel)?;
+            run_on(cluster, options, builder, kernel)
+        }
+        ComputeDevice::Cuda(index) => {
+            let kernel = cluster.open_gpu(index, wire, options.survives())?;
+            run_on(cluster, options, builder, kernel)
+        }
+    }
+}
+
+fn run_on<K: RankKernel>(
+    cluster: &mut Cluster,
+    options: &Options,
+    builder: Builder,
+    kernel: K,
+) -> Result<Verdict> {
+    let call = prepare(builder, kernel, options);
     let call = cluster.agree(call)?;
     cluster.check_equal(&options.input.display().to_string(), call.sample)?;
     if call.requests[0].redundancy > 0 {
@@ -88,8 +115,8 @@ pub fn run(cluster: &mut Cluster, options: &Options) -> Result<Verdict> {
     }
 }
 
-/// Everything that can be refused from the options and the input's header alone.
-fn prepare(processes: usize, options: &Options) -> Result<PreparedCall> {
+/// The attention, if the options go together in processes.
+fn builder(processes: usize, options: &Options) -> Result<Builder> {
     if options.memory_limit.is_some() {
         bail!(
             "--memory-limit runs the ranks of one process one after another; here every process is \
@@ -99,7 +126,19 @@ fn prepare(processes: usize, options: &Options) -> Result<PreparedCall> {
     if options.injects_faults() {
         bail!("--drill is for threads; a process dies with kill -KILL");
     }
-    let attention = options.attention_of(processes)?;
+    options.device.check_wire(processes)?;
+    let builder = options.builder_of(processes)?;
+    if options.device.wire == WireChoice::Nccl && options.survives() {
+        bail!(
+            "--wire nccl and --redundancy do not go together: NCCL ends with the first lost rank"
+        );
+    }
+    Ok(builder)
+}
+
+/// Everything that can be refused from the options and the input's header alone.
+fn prepare<K: Kernel>(builder: Builder, kernel: K, options: &Options) -> Result<PreparedCall<K>> {
+    let attention = builder.build_on(kernel)?;
     let file = InputFile::open(&options.input)?;
     let inputs = AttendInputs::read(&file.tensors()?, (options.grad, options.sinks), &attention)?;
     if attention.pattern().splits_slots() {
@@ -127,10 +166,10 @@ fn prepare(processes: usize, options: &Options) -> Result<PreparedCall> {
 
 /// Creates the output and the trace on the root, and opens the output on the others. Every process
 /// holds the output, so that any of them can rename it, and removes it if it fails.
-fn create(
+fn create<K: Kernel>(
     cluster: &mut Cluster,
     options: &Options,
-    call: &PreparedCall,
+    call: &PreparedCall<K>,
 ) -> Result<(OutputFile, Option<OutputFile>, Files, Option<TensorFile>)> {
     let entries = output_entries(&call.inputs, call.compute);
     let alone = entries_alone(&call.inputs, &entries);
@@ -161,10 +200,10 @@ fn create(
 }
 
 /// One pass of this process's rank, with its share of the gradient of the sinks.
-fn pass(
+fn pass<K: RankKernel>(
     cluster: &mut Cluster,
     options: &Options,
-    call: &PreparedCall,
+    call: &PreparedCall<K>,
     request: &Request,
     sink: &mut Files,
 ) -> Result<(RankPass, Option<Vec<f64>>)> {
@@ -188,10 +227,13 @@ fn pass(
     let begin = Instant::now();
     shard.restart_clock();
     let mut stored = Ok(());
+    let mut wire = K::wire(cluster);
     match request.redundancy {
-        0 => shard.run(&mut cluster.wire)?,
-        _ => shard.run_surviving(&mut cluster.wire, &mut ToSink(sink))?,
+        0 => shard.run(&mut *wire)?,
+        _ => shard.run_surviving(&mut *wire, &mut ToSink(sink))?,
     }
+    drop(wire);
+    kernel.synchronize()?;
     let seconds = begin.elapsed().as_secs_f64();
     if request.redundancy == 0 {
         stored = shard.store(&mut ToSink(sink)).map_err(anyhow::Error::from);
@@ -230,10 +272,10 @@ fn an_output(request: &Request) -> Role {
 }
 
 /// Writes the trace, renames the output and prints the summary.
-fn finish(
+fn finish<K: Kernel>(
     cluster: &Cluster,
     options: &Options,
-    call: &PreparedCall,
+    call: &PreparedCall<K>,
     all: &[AttendProcess],
     (output, trace_file, dsinks): (OutputFile, Option<OutputFile>, Option<&TensorFile>),
 ) -> Result<()> {

@@ -89,9 +89,9 @@ pub fn print_streamed<K: Kernel>(
 
 /// Prints the summary of a call whose ranks are processes.
 #[cfg(feature = "mpi")]
-pub fn print_processes(
+pub fn print_processes<K: Kernel>(
     options: &Options,
-    (attention, inputs): (&Attention, &AttendInputs),
+    (attention, inputs): (&Attention<K>, &AttendInputs),
     library: &str,
     all: &[super::results::AttendProcess],
     passes: &[(&encke::Trace, f64)],

@@ -115,6 +115,7 @@ impl Options {
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
+    options.device.check_wire(1)?;
     let settings = options.settings(&options.rings.sizes()?)?;
     let json = OutputFile::create_optional(options.json.as_deref(), &[])?;
     let record = bench::run(&settings)?;
@@ -128,19 +129,40 @@ pub fn run_as_rank(
     cluster: &mut encke_lab::cluster::Cluster,
     options: &Options,
 ) -> Result<Verdict> {
+    use encke::CpuKernel;
+    use encke_lab::device::ComputeDevice;
+
     let ready = (|| {
-        options.device.refuse_in_processes()?;
+        options.device.check_wire(cluster.ranks())?;
         let settings = options.settings(&[cluster.ranks()])?;
         let json = options.json.as_deref().filter(|_| cluster.is_root());
-        let json = OutputFile::create_optional(json, &[])?;
-        let shard = bench::processes::prepare(cluster, &settings)?;
-        Ok((settings, json, shard))
+        Ok((settings, OutputFile::create_optional(json, &[])?))
     })();
-    let (settings, json, shard) = cluster.agree(ready)?;
-    let (record, right) = bench::processes::run(cluster, &settings, shard)?;
+    let (settings, json) = cluster.agree(ready)?;
+    let (record, right) = match settings.device {
+        ComputeDevice::Cpu => {
+            let kernel = CpuKernel::new().map_err(anyhow::Error::from);
+            bench_on(cluster, &settings, kernel)?
+        }
+        ComputeDevice::Cuda(index) => {
+            let kernel = cluster.open_gpu(index, options.device.wire, false)?;
+            bench_on(cluster, &settings, Ok(kernel))?
+        }
+    };
     let shown = record.map_or(Ok(()), |record| show(&record, json));
     cluster.agree(shown)?;
     Ok(Verdict::of(right))
+}
+
+#[cfg(feature = "mpi")]
+fn bench_on<K: encke_lab::rank_kernel::RankKernel>(
+    cluster: &mut encke_lab::cluster::Cluster,
+    settings: &BenchSettings,
+    kernel: Result<K>,
+) -> Result<(Option<BenchRecord>, bool)> {
+    let shard = kernel.and_then(|kernel| bench::processes::prepare(cluster, settings, kernel));
+    let shard = cluster.agree(shard)?;
+    bench::processes::run(cluster, settings, shard)
 }
 
 /// Prints and writes the record.

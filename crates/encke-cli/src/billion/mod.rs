@@ -15,6 +15,7 @@ use encke_lab::longnet;
 use encke_lab::number::count;
 use encke_lab::output::OutputFile;
 use encke_lab::terminal::say;
+use encke_lab::wire_choice::WireChoice;
 
 use crate::device_option::DeviceOption;
 
@@ -99,6 +100,13 @@ pub struct Options {
 }
 
 impl Options {
+    fn check_wire(&self) -> Result<()> {
+        match self.device.wire {
+            WireChoice::Auto => Ok(()),
+            wire => bail!("--wire {wire}: no parcels travel in this command; leave it out"),
+        }
+    }
+
     fn run(&self) -> Result<BillionRun> {
         if self.growth < 2 {
             bail!(
@@ -135,6 +143,7 @@ impl Options {
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
+    options.check_wire()?;
     let run = options.run()?;
     let state = ("the state", options.state.as_path());
     let file = OutputFile::create_optional(options.record.as_deref(), &[state])?;
@@ -152,13 +161,14 @@ pub fn run_as_rank(
     options: &Options,
 ) -> Result<Verdict> {
     let ready = (|| {
-        options.device.refuse_in_processes()?;
+        options.check_wire()?;
         let path = options.record.as_deref().filter(|_| cluster.is_root());
-        let file = OutputFile::create_optional(path, &[])?;
-        let share = billion::processes::prepare(cluster, &options.run()?)?;
-        Ok((file, share))
+        Ok((OutputFile::create_optional(path, &[])?, options.run()?))
     })();
-    let (file, mut share) = cluster.agree(ready)?;
+    let (file, run) = cluster.agree(ready)?;
+    let kernel = billion::processes::ShareKernel::open(cluster, options.device.device)?;
+    let share = billion::processes::prepare(cluster, &run, kernel);
+    let mut share = cluster.agree(share)?;
     let job = share.run(cluster)?;
     let shown = job.map_or(Ok(true), |job| {
         OutputFile::write_json(file, &job.record)?;

@@ -15,6 +15,7 @@ pub use options::{EXAMPLES, Options};
 
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
+    options.device.check_wire(1)?;
     let settings = options.settings()?;
     let csv_path = options.csv.as_deref();
     let csv = OutputFile::create_optional(csv_path, &[])?;
@@ -63,18 +64,33 @@ pub fn run_as_rank(
     cluster: &mut encke_lab::cluster::Cluster,
     options: &Options,
 ) -> Result<Verdict> {
+    use encke::CpuKernel;
+    use encke_lab::device::ComputeDevice;
+    use encke_lab::profile::processes;
+
     let ready = (|| {
         if options.csv.is_some() {
             anyhow::bail!("--csv is not written by several processes; use --json");
         }
-        options.device.refuse_in_processes()?;
+        options.device.check_wire(cluster.ranks())?;
         let path = options.json.as_deref().filter(|_| cluster.is_root());
         let json = OutputFile::create_optional(path, &[])?;
         Ok((json, options.request(cluster.ranks())?))
     })();
     let (json, request) = cluster.agree(ready)?;
     let (grad, seed) = (options.grad, options.seed);
-    let profile = encke_lab::profile::processes::measure(cluster, &request, grad, seed)?;
+    let profile = match options.device.device {
+        ComputeDevice::Cpu => {
+            // A kernel keeps its workspace, so that the one which warms up is not measured.
+            let two = || Ok([CpuKernel::new()?, CpuKernel::new()?]);
+            let [warm, kernel] = cluster.agree(two())?;
+            processes::measure(cluster, [&warm, &kernel], &request, grad, seed)?
+        }
+        ComputeDevice::Cuda(index) => {
+            let kernel = cluster.open_gpu(index, options.device.wire, false)?;
+            processes::measure(cluster, [&kernel, &kernel], &request, grad, seed)?
+        }
+    };
     let shown = profile.map_or(Ok(true), |profile| {
         OutputFile::write_json(json, &profile)?;
         say(&text::job(Paint::stdout(), &profile))?;

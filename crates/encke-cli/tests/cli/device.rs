@@ -21,8 +21,29 @@ fn a_missing_gpu_is_never_replaced_by_the_cpu() {
     assert_eq!(folder.names(), ["in.safetensors"]);
     folder.refuses(
         "verify --faults --device cuda",
-        &["--faults", "--device cuda:0"],
+        &["--faults", "--device cuda out"],
     );
+}
+
+#[test]
+fn a_wire_is_for_gpus_of_several_processes() {
+    let folder = CommandFolder::new();
+    files::write(&folder.join("in.safetensors"), &files::small());
+    let attend = "attend in.safetensors -o out.safetensors";
+    folder.refuses(
+        &format!("{attend} --wire ipc"),
+        &["--wire ipc", "--device is cpu"],
+    );
+    folder.refuses(
+        &format!("{attend} --wire host --device cuda"),
+        &["--wire host", "several processes"],
+    );
+    folder.refuses(
+        &format!("{attend} --wire mpi"),
+        &["auto, ipc, nccl or host"],
+    );
+    folder.refuses("billion --tokens 1k --wire nccl", &["no parcels travel"]);
+    assert_eq!(folder.names(), ["in.safetensors"]);
 }
 
 #[test]

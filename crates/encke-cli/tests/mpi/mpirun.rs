@@ -32,6 +32,8 @@ pub fn job(program: &str, folder: &Path, ranks: usize, arguments: &str) -> Comma
     command.env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
     // One thread per process is enough for small calls; more would compete for the cores.
     command.env("RAYON_NUM_THREADS", "1");
+    // The same on a machine with a GPU as on one without.
+    command.env("ENCKE_LIBCUDA", "no-driver-for-tests.so");
     // Launchers keep short writes in one piece, and a backtrace is not short.
     command.env("RUST_BACKTRACE", "0");
     // Launchers may give processes a terminal of their own.

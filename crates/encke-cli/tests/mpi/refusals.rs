@@ -67,6 +67,29 @@ fn every_refusal_is_one_line_for_all_processes() {
         &format!("{attend} --mode fkodom --segment-lengths 4 --dilation-rates 1"),
         &["fkodom"],
     );
+    for command in [
+        attend,
+        "verify --count 1",
+        "bench",
+        "profile",
+        "billion --tokens 1k",
+    ] {
+        refused(
+            &folder,
+            &format!("{command} --device cuda"),
+            &["--device cuda", "CUDA driver", "ENCKE_LIBCUDA"],
+        );
+    }
+    refused(
+        &folder,
+        &format!("{attend} --wire ipc"),
+        &["--wire ipc", "--device is cpu"],
+    );
+    refused(
+        &folder,
+        &format!("{attend} --device cuda --wire nccl --redundancy 1"),
+        &["--wire nccl and --redundancy"],
+    );
 }
 
 /// Runs two processes with different arguments, the second in its own folder, and expects one line

@@ -3,28 +3,33 @@
 use std::time::Instant;
 
 use anyhow::{Result, bail};
-use encke::{Pass, Queries, ShardAttention};
+use encke::{Kernel, Pass, Queries, ShardAttention};
 
 use super::case::GeneratedTensors;
 use super::{BenchRecord, BenchSettings, PassTimes, RingTimes, TimedPasses};
 use crate::cluster::Cluster;
+use crate::rank_kernel::RankKernel;
 use crate::row_check::RowCheck;
 use crate::terminal::bar;
 
 /// The shard of this rank, and the record to be filled.
-pub struct BenchShard {
-    attention: ShardAttention,
+pub struct BenchShard<K: Kernel> {
+    attention: ShardAttention<K>,
     tensors: GeneratedTensors,
     record: BenchRecord,
 }
 
 /// Builds this rank's shard from the only ring of the settings, which has as many ranks as the job.
-pub fn prepare(cluster: &Cluster, settings: &BenchSettings) -> Result<BenchShard> {
+pub fn prepare<K: Kernel>(
+    cluster: &Cluster,
+    settings: &BenchSettings,
+    kernel: K,
+) -> Result<BenchShard<K>> {
     let &BenchSettings { shape, dtype, .. } = settings;
     let [builder] = &settings.rings[..] else {
         bail!("an MPI job is one ring, not {}", settings.rings.len());
     };
-    let attention = builder.clone().build_shard(cluster.rank())?;
+    let attention = builder.clone().build_shard_on(kernel, cluster.rank())?;
     let plan = attention.plan(shape, dtype, Pass::Forward)?;
     let request = plan.request();
     if request.queries == Queries::Replicated {
@@ -42,10 +47,10 @@ pub fn prepare(cluster: &Cluster, settings: &BenchSettings) -> Result<BenchShard
 }
 
 /// Checks and times the ring; the record on the root, and on all ranks whether the output is right.
-pub fn run(
+pub fn run<K: RankKernel>(
     cluster: &mut Cluster,
     settings: &BenchSettings,
-    shard: BenchShard,
+    shard: BenchShard<K>,
 ) -> Result<(Option<BenchRecord>, bool)> {
     let BenchShard {
         attention,
@@ -89,9 +94,9 @@ pub fn run(
 }
 
 /// One forward pass, and one backward pass after it, each started by all processes together.
-fn time_passes(
+fn time_passes<K: RankKernel>(
     cluster: &mut Cluster,
-    attention: &ShardAttention,
+    attention: &ShardAttention<K>,
     tensors: &GeneratedTensors,
     grad: bool,
 ) -> Result<TimedPasses> {
@@ -100,7 +105,7 @@ fn time_passes(
     cluster.agree(Ok(()))?;
     cluster.wire.begin();
     let begin = Instant::now();
-    let forward = attention.forward(tokens, qkv, &mut cluster.wire)?;
+    let forward = attention.forward(tokens, qkv, &mut *K::wire(cluster))?;
     let mut seconds = vec![begin.elapsed().as_secs_f64()];
     let mut backward = None;
     if grad {
@@ -109,7 +114,8 @@ fn time_passes(
         let begin = Instant::now();
         let given = (&tensors.tensors.dout.view(), None);
         let kept = &forward.checkpoint;
-        backward = Some(attention.backward(tokens, qkv, kept, given, &mut cluster.wire)?);
+        let wire = &mut *K::wire(cluster);
+        backward = Some(attention.backward(tokens, qkv, kept, given, wire)?);
         seconds.push(begin.elapsed().as_secs_f64());
     }
     Ok(TimedPasses {

@@ -7,15 +7,18 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use encke::plan::Plan;
-use encke::{CpuKernel, RankMemory};
+use encke::{CpuKernel, CudaKernel, RankMemory};
 use serde::{Deserialize, Serialize};
 
+use super::gpu::{self, GpuRunner};
 use super::host::HostRunner;
 use super::settings::BillionSettings;
 use super::state::{OwnRanks, RunState, remove_state};
 use super::{BillionRecord, BillionRun, ProgressLog, attend};
 use crate::cluster::Cluster;
+use crate::device::ComputeDevice;
 use crate::process::peak_resident_bytes;
+use crate::wire_choice::WireChoice;
 
 /// The result of one process.
 #[derive(Serialize, Deserialize)]
@@ -29,8 +32,53 @@ struct ProcessResult {
 pub struct BillionShare {
     state: RunState,
     path: PathBuf,
-    kernel: CpuKernel,
+    kernel: ShareKernel,
     plan: Plan,
+}
+
+/// What the ranks of this process run on.
+pub enum ShareKernel {
+    /// The processor.
+    Cpu(CpuKernel),
+    /// A GPU.
+    Gpu(Box<CudaKernel>),
+}
+
+impl ShareKernel {
+    /// Opens the device of this process. All ranks call it together.
+    pub fn open(cluster: &mut Cluster, device: ComputeDevice) -> Result<ShareKernel> {
+        match device {
+            ComputeDevice::Cpu => {
+                let kernel = CpuKernel::new().map_err(anyhow::Error::from);
+                Ok(ShareKernel::Cpu(cluster.agree(kernel)?))
+            }
+            // No parcels travel: the ranks of a streamed pass are independent.
+            ComputeDevice::Cuda(index) => {
+                let kernel = cluster.open_gpu(index, WireChoice::Host, false)?;
+                Ok(ShareKernel::Gpu(Box::new(kernel)))
+            }
+        }
+    }
+
+    /// The number of ranks, if the caller gives none: on GPUs so many that one process could run
+    /// them, for each process, because processes may share a GPU.
+    fn ranks(&self, processes: usize, settings: &BillionSettings) -> Result<usize> {
+        match self {
+            ShareKernel::Cpu(_) => Ok(settings.cpu_ranks()),
+            ShareKernel::Gpu(kernel) => {
+                let ranks = gpu::ranks(kernel, settings)?.saturating_mul(processes);
+                Ok(ranks.min(settings.tokens))
+            }
+        }
+    }
+
+    /// Its name.
+    fn name(&self) -> String {
+        match self {
+            ShareKernel::Cpu(kernel) => kernel.instruction_set().to_string(),
+            ShareKernel::Gpu(kernel) => kernel.device().name().to_string(),
+        }
+    }
 }
 
 /// The record of all processes, and their peak resident bytes.
@@ -42,10 +90,10 @@ pub struct JobRecord {
 }
 
 /// Everything that can fail before the first rank.
-pub fn prepare(cluster: &Cluster, run: &BillionRun) -> Result<BillionShare> {
+pub fn prepare(cluster: &Cluster, run: &BillionRun, kernel: ShareKernel) -> Result<BillionShare> {
     let mut settings = run.settings.clone();
     if run.choose_ranks {
-        settings.ranks = settings.cpu_ranks();
+        settings.ranks = kernel.ranks(cluster.ranks(), &settings)?;
     }
     // The number of processes is part of the name: with another one, a process has other ranks.
     let mut path = run.state.clone().into_os_string();
@@ -55,9 +103,9 @@ pub fn prepare(cluster: &Cluster, run: &BillionRun) -> Result<BillionShare> {
     let ranks = own_ranks(cluster, &settings);
     Ok(BillionShare {
         state: RunState::open(&path, &settings, (&plan, ranks), run.fresh)?,
+        kernel,
         plan,
         path,
-        kernel: CpuKernel::new()?,
     })
 }
 
@@ -81,8 +129,17 @@ impl BillionShare {
             .is_root()
             .then(|| ProgressLog::new(share, state.finished, tokens));
         let ranks = own_ranks(cluster, &state.settings).skip(state.finished);
-        let mut runner = HostRunner::new(kernel);
-        let largest = attend((kernel, &mut runner), plan, (state, path), ranks, progress)?;
+        let kept = (&mut *state, path.as_path());
+        let largest = match kernel {
+            ShareKernel::Cpu(kernel) => {
+                let mut runner = HostRunner::new(kernel);
+                attend((kernel, &mut runner), plan, kept, ranks, progress)?
+            }
+            ShareKernel::Gpu(kernel) => {
+                let mut runner = GpuRunner::new(kernel)?;
+                attend((&**kernel, &mut runner), plan, kept, ranks, progress)?
+            }
+        };
         let result = ProcessResult {
             state: state.clone(),
             largest,
@@ -120,7 +177,7 @@ impl BillionShare {
                 .or(largest);
             resident_bytes.push(result.resident_bytes);
         }
-        let kernel = self.kernel.instruction_set().to_string();
+        let kernel = self.kernel.name();
         JobRecord {
             record: BillionRecord::new(&self.plan, sum, largest, kernel, None),
             resident_bytes,

@@ -4,20 +4,25 @@
 //! The decision here is the definition of hidden. The messages of the plan are also timed alone,
 //! round by round, with no computation and all ranks ready. The time a rank waits in the run after
 //! its jobs of a round are done is exposed, up to the time that the messages of the round take
-//! alone: a longer wait is for a rank that computes longer.
+//! alone: a longer wait is for a rank that computes longer. On a GPU jobs are only requested, and a
+//! thread that waits says nothing about the GPU; there the jobs are timed alone as well, all ranks
+//! together and without messages, and what a pass takes longer than that is exposed.
 
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use encke::plan::program::{Message, RankPlan, Role};
-use encke::{Activity, Attention, DType, Data, Kernel, Pass, Plan, RankMemory, Request};
-use encke_core::transport::{Address, Incoming, Outgoing, Transport};
+use encke::{Activity, DType, Data, Pass, Plan, RankMemory, Request};
+use encke_core::transport::{
+    Address, Incoming, Moved, Outgoing, Transport, TransportError, WireBuffer,
+};
 use encke_ring::ShardCall;
 use encke_ring::out_of_core::{FromSource, Generator, RowRange, StreamError, TensorSource};
 use serde::{Deserialize, Serialize};
 
 use crate::cluster::Cluster;
 use crate::process::resident_bytes;
+use crate::rank_kernel::RankKernel;
 use crate::terminal::spinner;
 
 /// How often messages are timed alone; the median is taken.
@@ -126,16 +131,16 @@ impl JobProfile {
 }
 
 /// Measures each pass on the ring of all processes; the record on the root, `None` on other ranks.
-/// `request` is the forward pass on as many ranks as the job has.
-pub fn measure(
+/// `request` is the forward pass on as many ranks as the job has. Of the two kernels, which may be
+/// the same, the first is warmed up and the second is measured.
+pub fn measure<K: RankKernel>(
     cluster: &mut Cluster,
+    [warm, kernel]: [&K; 2],
     request: &Request,
     grad: bool,
     seed: u64,
 ) -> Result<Option<JobProfile>> {
-    let built = Attention::builder().build().map_err(anyhow::Error::from);
-    let attention = cluster.agree(built)?;
-    warm_up(cluster, request, grad, seed)?;
+    warm_up(cluster, warm, request, grad, seed)?;
     let mut measured = Vec::new();
     for (name, pass) in passes(grad) {
         let progress = cluster.is_root().then(|| spinner(name));
@@ -143,7 +148,7 @@ pub fn measure(
             pass,
             ..request.clone()
         };
-        let own = measure_pass(cluster, &attention, request, seed)?;
+        let own = measure_pass(cluster, kernel, request, seed)?;
         drop(progress);
         if let Some(ranks) = cluster.gather(&own)? {
             measured.push(JobPass::new(name, ranks));
@@ -159,9 +164,13 @@ pub fn measure(
 
 /// Runs the passes once on a few tokens, so that memory which MPI, threads and the kernel allocate
 /// once, whatever the size of a call, is not counted.
-fn warm_up(cluster: &mut Cluster, request: &Request, grad: bool, seed: u64) -> Result<()> {
-    // With a kernel of its own: a kernel keeps its workspace.
-    let attention = cluster.agree(Attention::builder().build().map_err(anyhow::Error::from))?;
+fn warm_up<K: RankKernel>(
+    cluster: &mut Cluster,
+    kernel: &K,
+    request: &Request,
+    grad: bool,
+    seed: u64,
+) -> Result<()> {
     let mut few = request.clone();
     let tokens = few.shape.tokens.min(WARM_ROWS * cluster.ranks());
     few.shape = few.shape.with_tokens(tokens);
@@ -174,7 +183,7 @@ fn warm_up(cluster: &mut Cluster, request: &Request, grad: bool, seed: u64) -> R
             pass,
             ..few.clone()
         };
-        measure_pass(cluster, &attention, request, seed)?;
+        measure_pass(cluster, kernel, request, seed)?;
     }
     Ok(())
 }
@@ -189,9 +198,9 @@ fn passes(grad: bool) -> Vec<(&'static str, Pass)> {
 }
 
 /// One pass of this process's rank.
-fn measure_pass(
+fn measure_pass<K: RankKernel>(
     cluster: &mut Cluster,
-    attention: &Attention,
+    kernel: &K,
     request: Request,
     seed: u64,
 ) -> Result<RankPassProfile> {
@@ -200,18 +209,21 @@ fn measure_pass(
         narrow: Generator::new(seed, 1),
     };
     let plan = cluster.agree(Plan::new(request).map_err(anyhow::Error::from))?;
-    attention.kernel().release_scratch();
+    if K::ASYNCHRONOUS {
+        // Once before, so that no memory is allocated in the call that is timed.
+        let mut shard = cluster.agree(loaded(kernel, &plan, cluster.rank(), &rows))?;
+        cluster.wire.begin();
+        shard.run(&mut *K::wire(cluster))?;
+    }
+    kernel.release_scratch();
     let before = resident_bytes();
-    let loaded = (|| {
-        let mut shard = ShardCall::new(attention.kernel(), &plan, cluster.rank())?;
-        shard.load(&mut FromSource(&rows))?;
-        Ok(shard)
-    })();
-    let mut shard = cluster.agree(loaded)?;
+    let mut shard = cluster.agree(loaded(kernel, &plan, cluster.rank(), &rows))?;
+    kernel.synchronize()?;
     cluster.wire.begin();
     let begin = Instant::now();
     shard.restart_clock();
-    shard.run(&mut cluster.wire)?;
+    shard.run(&mut *K::wire(cluster))?;
+    kernel.synchronize()?;
     let seconds = begin.elapsed().as_secs_f64();
     let after = resident_bytes();
     let program = shard.rank().plan().clone();
@@ -220,7 +232,22 @@ fn measure_pass(
         let events = done.events.iter().filter(|event| event.activity == of);
         events.map(|event| event.duration.as_secs_f64()).sum()
     };
-    let alone = time_messages_alone(cluster, &program)?;
+    let alone = time_messages_alone(cluster, kernel, &program)?;
+    let hop_seconds = alone.iter().sum::<Duration>().as_secs_f64();
+    if K::ASYNCHRONOUS {
+        let compute_seconds = time_jobs_alone(cluster, kernel, &plan, &rows)?;
+        let wait_seconds = (seconds - compute_seconds).max(0.0);
+        return Ok(RankPassProfile {
+            resident_growth_bytes: before.zip(after).map(|(b, a)| a.saturating_sub(b)),
+            seconds,
+            compute_seconds,
+            hop_seconds,
+            wait_seconds,
+            exposed_seconds: wait_seconds.min(hop_seconds),
+            sent_bytes: done.events.iter().map(|event| event.sent_bytes).sum(),
+            memory: done.memory,
+        });
+    }
     let waited = |round: usize| -> Duration {
         let events = done.events.iter();
         let waits = events.filter(|e| e.activity == Activity::Wait && e.round == round);
@@ -232,7 +259,7 @@ fn measure_pass(
         resident_growth_bytes: before.zip(after).map(|(b, a)| a.saturating_sub(b)),
         seconds,
         compute_seconds: total(Activity::Compute),
-        hop_seconds: alone.iter().sum::<Duration>().as_secs_f64(),
+        hop_seconds,
         wait_seconds: total(Activity::Wait),
         exposed_seconds: exposed.sum::<Duration>().as_secs_f64(),
         sent_bytes: done.events.iter().map(|event| event.sent_bytes).sum(),
@@ -240,36 +267,96 @@ fn measure_pass(
     })
 }
 
+/// A rank with its inputs.
+fn loaded<'a, K: RankKernel>(
+    kernel: &'a K,
+    plan: &'a Plan,
+    rank: usize,
+    rows: &GeneratedRows,
+) -> Result<ShardCall<'a, K>> {
+    let mut shard = ShardCall::new(kernel, plan, rank)?;
+    shard.load(&mut FromSource(rows))?;
+    Ok(shard)
+}
+
+/// The time that the jobs of a pass take without messages, with all ranks at work.
+fn time_jobs_alone<K: RankKernel>(
+    cluster: &mut Cluster,
+    kernel: &K,
+    plan: &Plan,
+    rows: &GeneratedRows,
+) -> Result<f64> {
+    let mut took = Vec::new();
+    for _ in 0..REPEATS {
+        let shard = loaded(kernel, plan, cluster.rank(), rows);
+        let mut shard = cluster.agree(shard)?;
+        kernel.synchronize()?;
+        cluster.agree(Ok(()))?;
+        let begin = Instant::now();
+        shard.run(&mut NoMessages)?;
+        kernel.synchronize()?;
+        took.push(begin.elapsed());
+    }
+    took.sort_unstable();
+    Ok(took[took.len() / 2].as_secs_f64())
+}
+
+/// Delivers nothing and reports that it did: only for timing what is computed meanwhile.
+struct NoMessages;
+
+impl<B: WireBuffer> Transport<B> for NoMessages {
+    fn exchange(
+        &mut self,
+        _: usize,
+        outgoing: &[Outgoing<'_, B>],
+        incoming: &mut [Incoming<'_, B>],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Moved, TransportError> {
+        meanwhile();
+        let bytes = |address: Address, parcel: &B| address.elements * parcel.element_bytes();
+        Ok(Moved {
+            sent_bytes: outgoing.iter().map(|x| bytes(x.to, x.parcel)).sum(),
+            received_bytes: incoming.iter().map(|x| bytes(x.from, x.parcel)).sum(),
+        })
+    }
+}
+
 /// The time that the messages of each round take without computation, with all ranks ready.
-fn time_messages_alone(cluster: &mut Cluster, program: &RankPlan) -> Result<Vec<Duration>> {
-    let bytes = |message: &Message| {
-        let elements = message.address.elements;
-        let bytes = elements * program.buffers[message.buffer.0].dtype.bytes();
-        let address = Address {
-            elements: bytes,
-            ..message.address
-        };
-        (address, vec![1u8; bytes])
+fn time_messages_alone<K: RankKernel>(
+    cluster: &mut Cluster,
+    kernel: &K,
+    program: &RankPlan,
+) -> Result<Vec<Duration>> {
+    let parcel = |message: &Message| -> Result<(Address, K::Buffer)> {
+        let dtype = program.buffers[message.buffer.0].dtype;
+        let mut parcel = kernel.allocate(dtype, message.address.elements)?;
+        kernel.fill(&mut parcel, 1.0)?;
+        Ok((message.address, parcel))
     };
+    let parcels = |of: &[Message]| of.iter().map(parcel).collect::<Result<Vec<_>>>();
     let mut took = vec![Vec::new(); program.rounds.len()];
     for _ in 0..REPEATS {
         for (round, steps) in program.rounds.iter().enumerate() {
-            let sends: Vec<(Address, Vec<u8>)> = steps.sends.iter().map(bytes).collect();
-            let mut receives: Vec<(Address, Vec<u8>)> = steps.receives.iter().map(bytes).collect();
-            cluster.agree(Ok(()))?;
+            let made = parcels(&steps.sends).and_then(|sends| {
+                let receives = parcels(&steps.receives)?;
+                kernel.synchronize()?;
+                Ok((sends, receives))
+            });
+            let (sends, mut receives) = cluster.agree(made)?;
             cluster.wire.begin();
             let outgoing = sends
                 .iter()
                 .map(|(to, parcel)| Outgoing { to: *to, parcel });
-            let outgoing: Vec<Outgoing<'_, Vec<u8>>> = outgoing.collect();
+            let outgoing: Vec<Outgoing<'_, K::Buffer>> = outgoing.collect();
             let incoming = receives.iter_mut().map(|(from, parcel)| Incoming {
                 from: *from,
                 parcel,
             });
-            let mut incoming: Vec<Incoming<'_, Vec<u8>>> = incoming.collect();
+            let mut incoming: Vec<Incoming<'_, K::Buffer>> = incoming.collect();
             let begin = Instant::now();
-            let wire = &mut cluster.wire;
+            let mut wire = K::wire(cluster);
             wire.exchange(round, &outgoing, &mut incoming, &mut || {})?;
+            kernel.synchronize()?;
             took[round].push(begin.elapsed());
         }
     }

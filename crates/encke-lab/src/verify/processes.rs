@@ -1,8 +1,8 @@
 //! Verification as an MPI job: whether the transport delivers messages as it must, and whether
 //! ranks that are processes return the bits of ranks that are threads, and of the simulator.
 //!
-//! Every process computes the whole call, with threads and in the simulator, in addition to its own
-//! rank, and compares its own rows. The root also compares the results of threads with the f64
+//! Every process computes the whole call, with threads and on the CPU in the simulator, in addition
+//! to its own rank, and compares its own rows. The root also compares the results of threads with the f64
 //! reference.
 
 use std::time::{Duration, Instant};
@@ -10,16 +10,17 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, anyhow, bail};
 use encke::conformance::{self, Configuration};
 use encke::plan::program::Role;
-use encke::{Data, Pass, Tensor};
-use encke_cpu::CpuKernel;
-use encke_ring::{CallInputs, Rank, ShardCall, ThreadRing};
-use encke_sim::lockstep;
+use encke::{DType, Data, Kernel, KernelError, Pass, Tensor, TransportError, View};
+use encke_core::sharding::Run;
+use encke_core::transport::{Incoming, Moved, Outgoing, Survivors, Transport};
+use encke_ring::{CallInputs, Rank, ShardCall};
 use encke_sim::random_call::RandomCall;
 
 use super::compare::attention;
 use super::configuration::RandomConfiguration;
 use super::{VerifyCounts, VerifySettings, VerifySuite};
 use crate::cluster::Cluster;
+use crate::rank_kernel::RankKernel;
 use crate::terminal::bar;
 
 /// The deadline of an exchange of these small calls.
@@ -29,13 +30,17 @@ const PIECE: usize = 1000;
 
 /// Runs the conformance suite for transports, with whole messages and with messages in pieces; the
 /// inner error is that of the first rank on which it failed.
-pub fn check_transport(cluster: &mut Cluster) -> Result<Result<(), String>> {
+pub fn check_transport<K: RankKernel>(
+    cluster: &mut Cluster,
+    kernel: &K,
+) -> Result<Result<(), String>> {
     cluster.wire.set_deadline(DEADLINE);
     for piece in [usize::MAX, PIECE] {
         cluster.wire.set_longest_piece(piece);
         cluster.wire.begin();
         let (rank, ranks) = (cluster.rank(), cluster.ranks());
-        let suite = conformance::transport(rank, ranks, &mut cluster.wire);
+        let inner = K::wire(cluster);
+        let suite = conformance::transport(rank, ranks, &mut ByteTransport { kernel, inner });
         let passed = cluster.all_passed(suite.map_err(anyhow::Error::from))?;
         if passed.is_err() {
             return Ok(passed);
@@ -44,16 +49,85 @@ pub fn check_transport(cluster: &mut Cluster) -> Result<Result<(), String>> {
     Ok(Ok(()))
 }
 
+/// A transport of a kernel's buffers as one of bytes, each of which becomes an f32.
+struct ByteTransport<'a, K: RankKernel> {
+    kernel: &'a K,
+    inner: Box<dyn Survivors<K::Buffer> + 'a>,
+}
+
+impl<K: RankKernel> ByteTransport<'_, K> {
+    fn buffer(&self, bytes: &[u8]) -> Result<K::Buffer, KernelError> {
+        let values: Vec<f32> = bytes.iter().map(|&byte| byte.into()).collect();
+        let mut buffer = self.kernel.allocate(DType::F32, bytes.len())?;
+        if let Ok(view) = View::contiguous(&values, [1, values.len(), 1, 1]) {
+            let runs = [Run::leading(values.len())];
+            self.kernel.upload(&view, &runs, &mut buffer)?;
+        }
+        Ok(buffer)
+    }
+
+    fn bytes(&self, buffer: K::Buffer) -> Result<Vec<u8>, KernelError> {
+        let values = self.kernel.move_to_host(buffer)?.to_f64();
+        Ok(values.into_iter().map(|value| value as u8).collect())
+    }
+}
+
+impl<K: RankKernel> Transport<Vec<u8>> for ByteTransport<'_, K> {
+    fn exchange(
+        &mut self,
+        round: usize,
+        outgoing: &[Outgoing<'_, Vec<u8>>],
+        incoming: &mut [Incoming<'_, Vec<u8>>],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Moved, TransportError> {
+        let failed = |error: KernelError| TransportError::Local {
+            rank: 0,
+            round,
+            reason: error.to_string(),
+        };
+        let sent: Result<Vec<K::Buffer>, KernelError> =
+            outgoing.iter().map(|x| self.buffer(x.parcel)).collect();
+        let received: Result<Vec<K::Buffer>, KernelError> =
+            incoming.iter().map(|x| self.buffer(x.parcel)).collect();
+        let (sent, mut received) = (sent.map_err(failed)?, received.map_err(failed)?);
+        let messages = outgoing.iter().zip(&sent);
+        let sends: Vec<Outgoing<'_, K::Buffer>> = messages
+            .map(|(message, parcel)| Outgoing {
+                to: message.to,
+                parcel,
+            })
+            .collect();
+        let messages = incoming.iter().zip(&mut received);
+        let mut receives: Vec<Incoming<'_, K::Buffer>> = messages
+            .map(|(message, parcel)| Incoming {
+                from: message.from,
+                parcel,
+            })
+            .collect();
+        let moved = self
+            .inner
+            .exchange(round, &sends, &mut receives, meanwhile)?;
+        for (message, buffer) in incoming.iter_mut().zip(received) {
+            *message.parcel = self.bytes(buffer).map_err(failed)?;
+        }
+        let width = size_of::<f32>();
+        Ok(Moved {
+            sent_bytes: moved.sent_bytes / width,
+            received_bytes: moved.received_bytes / width,
+        })
+    }
+}
+
 /// Runs configurations on a ring of all processes, up to the count or the time limit, at least one.
 /// All ranks call it with the same settings; `on_failure` gets the description and the error of
 /// each configuration that fails on any rank.
-pub fn run(
+pub fn run<K: RankKernel>(
     cluster: &mut Cluster,
+    kernel: &K,
     suite: &mut VerifySuite,
     settings: &VerifySettings,
     mut on_failure: impl FnMut(u64, &str) -> Result<()>,
 ) -> Result<VerifyCounts> {
-    let kernel = cluster.agree(CpuKernel::new().map_err(anyhow::Error::from))?;
     let begin = Instant::now();
     let is_root = cluster.is_root();
     let progress = is_root.then(|| bar(settings.count));
@@ -62,7 +136,7 @@ pub fn run(
     while in_time && ran < settings.count {
         let seed = settings.seed.wrapping_add(ran as u64);
         let case = RandomConfiguration::with_ranks(seed, cluster.ranks());
-        let own = compare(cluster, &kernel, &case)?;
+        let own = compare(cluster, kernel, &case)?;
         let own = own.and_then(|()| match suite {
             VerifySuite::Reference(suite) if is_root => suite.run(&case),
             _ => Ok(()),
@@ -85,9 +159,9 @@ pub fn run(
 
 /// Both passes of a configuration: this process's rows against those of threads and of the
 /// simulator. The outer error is the wire's, the inner one says what differs.
-fn compare(
+fn compare<K: RankKernel>(
     cluster: &mut Cluster,
-    kernel: &CpuKernel,
+    kernel: &K,
     case: &RandomConfiguration,
 ) -> Result<Result<()>> {
     let ring = attention(case)?;
@@ -102,10 +176,8 @@ fn compare(
         let mut shard = ShardCall::new(kernel, plan, cluster.rank())?;
         shard.load(&mut CallInputs::Whole(&inputs))?;
         cluster.wire.begin();
-        shard.run(&mut cluster.wire)?;
-        let threads = ThreadRing::new(CpuKernel::new()?, DEADLINE).run(plan.request(), &inputs)?;
-        let simulated = lockstep::run(kernel, plan, &inputs)?;
-        for (what, outcome) in [("threads", threads), ("the simulator", simulated)] {
+        shard.run(&mut *K::wire(cluster))?;
+        for (what, outcome) in kernel.other_ways(plan, &inputs, DEADLINE)? {
             for (role, tensor) in outcome.tensors() {
                 let same = same_rows(kernel, shard.rank(), *role, tensor);
                 let same = same.map_err(|e| anyhow!("{pass}, {role:?}, against {what}: {e}"));
@@ -119,7 +191,7 @@ fn compare(
 }
 
 /// Whether a rank's rows of an output have the bits of these rows in a whole tensor.
-fn same_rows(kernel: &CpuKernel, rank: &Rank<CpuKernel>, role: Role, whole: &Tensor) -> Result<()> {
+fn same_rows<K: Kernel>(kernel: &K, rank: &Rank<K>, role: Role, whole: &Tensor) -> Result<()> {
     let mut own = Tensor::zeros(whole.dtype(), whole.dims());
     rank.store(kernel, role, &mut own)?;
     let [b, _, h, d] = whole.dims();
