@@ -201,6 +201,12 @@ impl<'a> Exchange<'a> {
             .or(send.map(|send| send.to.peer))
     }
 
+    /// The bytes of all contents.
+    pub fn bytes(&self) -> usize {
+        let moved = self.moved();
+        moved.sent_bytes + moved.received_bytes
+    }
+
     /// Bytes moved, once all messages are complete.
     pub fn moved(&self) -> Moved {
         Moved {

@@ -37,6 +37,9 @@ const COMPUTE_POLL: Duration = Duration::from_micros(100);
 const WAIT_POLL: Duration = Duration::from_micros(30);
 /// Polls without a pause when a rank begins to wait.
 const SPINS: usize = 200;
+/// One more for each so many bytes: MPI moves a fragment of a long message in each of its calls
+/// where one process cannot read another's memory, and a pause after each would be most of the time.
+const BYTES_PER_SPIN: usize = 16 << 10;
 
 /// One rank's end of the transport. Ranks keep their numbers when others die.
 #[derive(Debug)]
@@ -289,6 +292,7 @@ impl MpiTransport {
         let sent = exchange.send_envelopes(rank, call, round);
         sent.map_err(|error| self.transport_error(round, error))?;
         let mut polls = 0;
+        let spins = SPINS + exchange.bytes() / BYTES_PER_SPIN;
         loop {
             self.check_notices(round)?;
             match exchange.poll() {
@@ -311,7 +315,7 @@ impl MpiTransport {
                 });
             }
             polls += 1;
-            match polls < SPINS {
+            match polls < spins {
                 true => std::thread::yield_now(),
                 false => std::thread::sleep(WAIT_POLL),
             }

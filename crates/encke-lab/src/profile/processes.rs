@@ -6,7 +6,8 @@
 //! its jobs of a round are done is exposed, up to the time that the messages of the round take
 //! alone: a longer wait is for a rank that computes longer. On a GPU jobs are only requested, and a
 //! thread that waits says nothing about the GPU; there the jobs are timed alone as well, all ranks
-//! together and without messages, and what a pass takes longer than that is exposed.
+//! together and without messages, on the parcels that came last, and what a pass takes longer than
+//! that is exposed.
 
 use std::time::{Duration, Instant};
 
@@ -227,7 +228,7 @@ fn measure_pass<K: RankKernel>(
     let seconds = begin.elapsed().as_secs_f64();
     let after = resident_bytes();
     let program = shard.rank().plan().clone();
-    let done = shard.finish();
+    let (rank, done) = shard.into_parts();
     let total = |of: Activity| -> f64 {
         let events = done.events.iter().filter(|event| event.activity == of);
         events.map(|event| event.duration.as_secs_f64()).sum()
@@ -235,7 +236,8 @@ fn measure_pass<K: RankKernel>(
     let alone = time_messages_alone(cluster, kernel, &program)?;
     let hop_seconds = alone.iter().sum::<Duration>().as_secs_f64();
     if K::ASYNCHRONOUS {
-        let compute_seconds = time_jobs_alone(cluster, kernel, &plan, &rows)?;
+        let again = ShardCall::on_rank(kernel, &plan, rank);
+        let compute_seconds = time_jobs_alone(cluster, kernel, again)?;
         let wait_seconds = (seconds - compute_seconds).max(0.0);
         return Ok(RankPassProfile {
             resident_growth_bytes: before.zip(after).map(|(b, a)| a.saturating_sub(b)),
@@ -283,14 +285,10 @@ fn loaded<'a, K: RankKernel>(
 fn time_jobs_alone<K: RankKernel>(
     cluster: &mut Cluster,
     kernel: &K,
-    plan: &Plan,
-    rows: &GeneratedRows,
+    mut shard: ShardCall<'_, K>,
 ) -> Result<f64> {
     let mut took = Vec::new();
     for _ in 0..REPEATS {
-        let shard = loaded(kernel, plan, cluster.rank(), rows);
-        let mut shard = cluster.agree(shard)?;
-        kernel.synchronize()?;
         cluster.agree(Ok(()))?;
         let begin = Instant::now();
         shard.run(&mut NoMessages)?;
