@@ -324,6 +324,16 @@ pub enum Error {
     /// A schedule of width 0.
     #[error("a schedule of width 0 moves nothing; use 1 for a ring, or more")]
     NoWidth,
+    /// A schedule of two levels with something it does not do.
+    #[error("a schedule of two levels (nodes of {node} ranks) has no {what}; {hint}")]
+    NodeOption {
+        /// Ranks in a node.
+        node: usize,
+        /// The option.
+        what: &'static str,
+        /// What to use instead.
+        hint: &'static str,
+    },
     /// Redundancy with queries that rotate in the backward pass.
     #[error(
         "redundancy {redundancy} with queries that rotate in the backward pass is not supported: \

@@ -26,6 +26,8 @@ pub mod profile;
 pub mod program;
 pub mod report;
 pub mod row_check;
+pub mod scale;
+pub mod schedules;
 pub mod table;
 pub mod tensors;
 pub mod terminal;

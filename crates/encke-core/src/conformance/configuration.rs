@@ -179,8 +179,26 @@ impl Configuration {
         // configuration.
         let width = random.pick(&[1, 1, 2, 3, usize::MAX]);
         let backward = random.pick(&[Rotating::Keys, Rotating::Queries]);
-        request.schedule = Schedule { width, backward };
+        request.schedule = Schedule {
+            width,
+            backward,
+            ..Schedule::RING
+        };
         Configuration { request, seed }
+    }
+
+    /// This configuration with sharded queries and a schedule of two levels, in nodes of 2 to 5
+    /// ranks.
+    pub fn in_nodes(mut self) -> Configuration {
+        let mut random = Random::new(self.seed ^ 0x0dd5);
+        let request = &mut self.request;
+        request.queries = Queries::Sharded;
+        request.redundancy = 0;
+        request.schedule = request
+            .schedule
+            .with_width(1)
+            .with_node(2 + random.below(4));
+        self
     }
 }
 

@@ -20,7 +20,9 @@ mod fuse_softmax;
 mod jobs;
 mod layout;
 pub mod membership;
+pub mod nodes;
 mod packed;
+mod pieces;
 mod position;
 pub mod program;
 pub mod progress;
@@ -35,6 +37,7 @@ mod tile_gradients;
 mod tile_order;
 mod topology;
 mod traffic;
+mod two_level;
 mod width;
 mod work;
 

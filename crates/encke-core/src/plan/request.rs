@@ -214,7 +214,42 @@ impl Request {
         if redundancy > 0 && self.schedule.backward == Rotating::Queries {
             return Err(Error::RedundantRotation { redundancy });
         }
+        self.check_nodes()?;
         self.check_bits()
+    }
+
+    /// Refuses what a schedule of two levels does not do.
+    fn check_nodes(&self) -> Result<()> {
+        let node = self.schedule.node;
+        let refusals = [
+            (
+                self.queries == Queries::Replicated,
+                "replicated queries",
+                "shard the queries",
+            ),
+            (
+                self.schedule.width > 1,
+                "rounds of several distances",
+                "use a width of 1",
+            ),
+            (
+                self.redundancy > 0,
+                "redundancy",
+                "use a schedule of one level to survive deaths",
+            ),
+            (
+                self.bits.tile().is_some(),
+                "bits that do not depend on the ring",
+                "use a schedule of one level",
+            ),
+        ];
+        match refusals.into_iter().find(|(refused, ..)| *refused) {
+            _ if node == 0 => Err(Error::Zero {
+                what: "the number of ranks in a node",
+            }),
+            Some((_, what, hint)) if node > 1 => Err(Error::NodeOption { node, what, hint }),
+            _ => Ok(()),
+        }
     }
 
     /// Refuses what has no order of sums that is the same on every ring.

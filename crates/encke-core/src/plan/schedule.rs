@@ -18,6 +18,10 @@ pub struct Schedule {
     /// What rotates in a backward pass with sharded queries: keys and values, followed by dk and
     /// dv, or queries with dout, lse and delta, followed by dq.
     pub backward: Rotating,
+    /// Ranks of a node, for rings in two levels: parcels rotate inside each node, and every node's
+    /// parcels move to the next node once, in pieces, during a whole turn inside the nodes. 1: one
+    /// level. Ranks are assigned to nodes in order.
+    pub node: usize,
 }
 
 impl Schedule {
@@ -25,6 +29,7 @@ impl Schedule {
     pub const RING: Schedule = Schedule {
         width: 1,
         backward: Rotating::Keys,
+        node: 1,
     };
 
     /// All parcels at once.
@@ -43,6 +48,12 @@ impl Schedule {
     #[must_use]
     pub fn with_backward(self, backward: Rotating) -> Schedule {
         Schedule { backward, ..self }
+    }
+
+    /// This schedule in two levels, with `node` ranks in a node.
+    #[must_use]
+    pub fn with_node(self, node: usize) -> Schedule {
+        Schedule { node, ..self }
     }
 
     /// This schedule with another width.

@@ -5,6 +5,7 @@
 
 use std::sync::{Arc, OnceLock};
 
+use super::nodes::{NodeLayout, NodeRing};
 use super::program::{RankPlan, Role};
 use super::request::{Pass, Request};
 use super::rings::{self, Ring};
@@ -26,6 +27,8 @@ pub struct Plan {
     /// The groups of ranks of each lane.
     pub(super) groups: Vec<Vec<Group>>,
     pub(super) rings: Vec<Ring>,
+    /// How each ring lies in nodes.
+    pub(super) layouts: Vec<NodeLayout>,
     /// (lane, group) of each rank.
     pub(super) groups_of: Vec<Vec<(usize, usize)>>,
     /// (ring, member index) of each rank.
@@ -60,7 +63,9 @@ impl Plan {
                 rings_of[rank].push((index, member));
             }
         }
+        let layout = |ring: &Ring| NodeLayout::new(ring, request.schedule.node);
         Ok(Plan {
+            layouts: rings.iter().map(layout).collect(),
             heads: lanes
                 .iter()
                 .map(|lane| HeadAddresses::new(lane, &request.shape))
@@ -100,6 +105,16 @@ impl Plan {
     /// The rings in which parcels rotate.
     pub fn rings(&self) -> &[Ring] {
         &self.rings
+    }
+
+    /// How the members of each ring lie in nodes, in the order of [`Plan::rings`].
+    pub fn layouts(&self) -> &[NodeLayout] {
+        &self.layouts
+    }
+
+    /// The nodes of a ring, where its parcels move in two levels.
+    pub(super) fn node_ring(&self, ring: usize) -> Option<NodeRing> {
+        self.layouts[ring].node_ring()
     }
 
     /// Which rank owns which tokens.

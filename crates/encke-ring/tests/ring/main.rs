@@ -14,3 +14,4 @@ mod shard;
 mod support;
 mod survival;
 mod transport;
+mod two_level;

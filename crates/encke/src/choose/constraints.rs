@@ -48,6 +48,8 @@ pub struct Constraints {
     pub queries: Option<Queries>,
     /// How many ring distances a round covers; see [`Schedule`].
     pub width: Option<usize>,
+    /// Ranks of a node, for rings in two levels; see [`Schedule`]. 1: one level.
+    pub node: Option<usize>,
     /// What rotates in the backward pass; see [`Schedule`].
     pub rotate: Option<Rotating>,
     /// What the forward pass saves for the backward pass.
@@ -74,6 +76,7 @@ impl Constraints {
             cut: None,
             queries: Some(Queries::Sharded),
             width: None,
+            node: None,
             rotate: None,
             checkpoint: None,
             redundancy: 0,
@@ -108,8 +111,9 @@ impl Constraints {
         sizes
     }
 
-    /// The requests of all alternatives, the simplest first.
-    pub(super) fn requests(&self) -> Result<Vec<Request>, CostError> {
+    /// The requests of all alternatives on a machine with `node` ranks in a node, the simplest
+    /// first.
+    pub(super) fn requests(&self, node: usize) -> Result<Vec<Request>, CostError> {
         let mut requests = Vec::new();
         for ranks in self.sizes() {
             let cuts = match &self.cut {
@@ -139,7 +143,7 @@ impl Constraints {
                     ..Request::new(self.shape, self.pattern.clone(), sharding, self.dtype)
                 };
                 for &queries in &queries {
-                    let schedules = self.schedules(ranks, queries).into_iter();
+                    let schedules = self.schedules(ranks, queries, node).into_iter();
                     requests.extend(schedules.map(|schedule| Request {
                         queries,
                         schedule,
@@ -151,9 +155,9 @@ impl Constraints {
         Ok(requests)
     }
 
-    /// The schedules tried: widths 1, 2, 4 and all distances at once, each with keys and with
-    /// queries rotating in the backward pass.
-    fn schedules(&self, ranks: usize, queries: Queries) -> Vec<Schedule> {
+    /// The schedules tried: widths 1, 2, 4 and all distances at once, and two levels where ranks are
+    /// in several nodes, each with keys and with queries rotating in the backward pass.
+    fn schedules(&self, ranks: usize, queries: Queries, node: usize) -> Vec<Schedule> {
         let most = ranks.saturating_sub(1).max(1);
         let widths = match self.width {
             Some(width) => vec![width],
@@ -171,11 +175,21 @@ impl Constraints {
             None if either => vec![Rotating::Keys, Rotating::Queries],
             None => vec![Rotating::Keys],
         };
-        let mut schedules = Vec::new();
-        for width in widths {
-            let each = rotate.iter();
-            schedules.extend(each.map(|&backward| Schedule { width, backward }.on(ranks)));
+        let one_level = self.node.unwrap_or(1) == 1;
+        let widths = widths.into_iter().filter(|width| one_level || *width == 1);
+        let each = widths.map(|width| Schedule::RING.with_width(width).on(ranks));
+        let mut kinds: Vec<Schedule> = each
+            .map(|schedule| schedule.with_node(self.node.unwrap_or(1)))
+            .collect();
+        let open = self.node.is_none() && self.width.is_none_or(|width| width == 1);
+        let several = (2..ranks).contains(&node);
+        if open && several && queries == Queries::Sharded && self.redundancy == 0 {
+            kinds.push(Schedule::RING.with_node(node));
         }
-        schedules
+        let with = |schedule: Schedule| {
+            let each = rotate.iter();
+            each.map(move |&backward| schedule.with_backward(backward))
+        };
+        kinds.into_iter().flat_map(with).collect()
     }
 }

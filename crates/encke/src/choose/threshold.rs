@@ -44,6 +44,7 @@ pub fn one_device_until<K: Kernel>(
                 ranks: Some(ranks),
                 // The schedule moves the length by less than the prediction error.
                 width: constraints.width.or(Some(1)),
+                node: constraints.node.or(Some(1)),
                 rotate: constraints.rotate.or(Some(Rotating::Keys)),
                 redundancy: 0,
                 memory_limit: None,

@@ -1,0 +1,69 @@
+//! The page and its shortcuts.
+
+use encke_cost::{find_device, find_link};
+
+use super::*;
+
+fn cluster() -> Machine {
+    Machine {
+        device: find_device("h200").unwrap(),
+        ranks_per_node: 8,
+        intra_node: find_link("nvlink").unwrap(),
+        inter_node: find_link("ib400").unwrap(),
+        nics: 8,
+        stragglers: Default::default(),
+    }
+}
+
+/// A ring twice as large as the line's points, simulated and continued.
+#[test]
+fn larger_rings_continue_the_line() {
+    let (machine, shard) = (cluster(), 1 << 15);
+    for pattern in ScalePattern::ALL {
+        for schedule in schedules::compared(8) {
+            let times = |ranks: usize| {
+                let request = request(pattern, GROUPED, shard * ranks, ranks).unwrap();
+                schedules::times(&request, schedule, &machine, true).unwrap()
+            };
+            // LongNet's longest segment is 32 of these shards.
+            let continued = larger(pattern, [times(16), times(32)], 32, 64);
+            let simulated = times(64);
+            for (one, other) in [
+                (continued.seconds(), simulated.seconds()),
+                (continued.efficiency, simulated.efficiency),
+                (continued.inside_bytes as f64, simulated.inside_bytes as f64),
+                (
+                    continued.between_bytes as f64,
+                    simulated.between_bytes as f64,
+                ),
+                (continued.memory_bytes as f64, simulated.memory_bytes as f64),
+            ] {
+                let error = (one - other).abs() / other.max(1.0);
+                assert!(error < 0.03, "{pattern:?} {schedule:?}: {one} and {other}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_page_and_the_table_say_what_they_are_made_from() {
+    let mut told = 0;
+    let findings = predict(&cluster(), 16, &mut |_| told += 1).unwrap();
+    assert_eq!(told, findings.grid.len());
+    let (page, text) = (document(&findings).unwrap(), markdown(&findings));
+    for part in [
+        "Predicted, not measured",
+        "data sheet",
+        "nvlink",
+        "ib400",
+        "two-level",
+    ] {
+        assert!(page.contains(part), "the page has no {part}");
+        assert!(text.contains(part), "the table has no {part}: {text}");
+    }
+    let svg = page.matches("<svg").count();
+    assert_eq!(svg, 2 * 4 * 2, "two patterns, four charts, two widths");
+    // A point that does not fit is marked.
+    let full = findings.grid.iter().find(|of| !of.fits()).unwrap();
+    assert!(full.tokens == 1 << 30 && text.contains("(too much)"));
+}
