@@ -162,6 +162,9 @@ pub fn name(of: &Alternative) -> String {
     if of.schedule.node > 1 {
         name += &format!(", two levels (nodes of {})", of.schedule.node);
     }
+    if of.schedule.heads > 1 {
+        name += &format!(", heads among {}", of.schedule.heads);
+    }
     if of.schedule.backward == Rotating::Queries {
         name += ", queries rotate";
     }

@@ -31,7 +31,8 @@ pub struct RingOptions {
 
     /// How parcels rotate: ring (one at a time), N at a time (side by side, as one job; needs more
     /// memory), gather (all at once), two-level:G (inside nodes of G ranks, and from node to node
-    /// once a turn, in pieces), two-level (simulate: the nodes of --node), or auto [default: ring].
+    /// once a turn, in pieces), heads:G (G ranks divide the heads, and rings pass between such
+    /// groups), both with G from --node unless given, or auto [default: ring].
     #[arg(long, value_name = "HOW", value_parser = open(schedule_name))]
     schedule: Option<Open<ScheduleName>>,
 
@@ -119,13 +120,15 @@ enum ScheduleName {
     Width(usize),
     /// In two levels, with the ranks of a node; `None`: those of the described machine.
     TwoLevel(Option<usize>),
+    /// With heads divided among the ranks of a group; `None`: a node of the described machine.
+    Heads(Option<usize>),
 }
 
 /// Parses the name of a schedule, or a number.
 fn schedule_name(text: &str) -> Result<ScheduleName, String> {
     let error = || {
-        "write ring, gather, two-level:G with the ranks of a node, or the number of parcels at a \
-         time, from 1"
+        "write ring, gather, two-level:G or heads:G with the ranks of a node, or the number of \
+         parcels at a time, from 1"
             .to_string()
     };
     let positive = |text: &str| count(text).ok().filter(|number| *number > 0);
@@ -133,13 +136,27 @@ fn schedule_name(text: &str) -> Result<ScheduleName, String> {
         ("ring", _) => Ok(ScheduleName::Width(Schedule::RING.width)),
         ("gather", _) => Ok(ScheduleName::Width(Schedule::GATHER.width)),
         ("two-level", _) => Ok(ScheduleName::TwoLevel(None)),
-        (_, Some(("two-level", node))) => {
-            let node = positive(node).ok_or_else(error)?;
-            Ok(ScheduleName::TwoLevel(Some(node)))
+        ("heads", _) => Ok(ScheduleName::Heads(None)),
+        (_, Some((name @ ("two-level" | "heads"), node))) => {
+            let node = Some(positive(node).ok_or_else(error)?);
+            Ok(match name {
+                "heads" => ScheduleName::Heads(node),
+                _ => ScheduleName::TwoLevel(node),
+            })
         }
         (number, _) => {
             let width = positive(number).ok_or_else(error)?;
             Ok(ScheduleName::Width(width))
+        }
+    }
+}
+
+/// The ranks of a node, or what to write.
+fn in_node(name: &str, ranks: Option<usize>) -> Result<usize> {
+    match ranks {
+        Some(ranks) => Ok(ranks),
+        None => {
+            bail!("--schedule {name} needs the ranks of a node here; write {name}:8 for nodes of 8")
         }
     }
 }
@@ -355,13 +372,14 @@ impl RingOptions {
         let schedule = match Open::given(&self.schedule) {
             None => Schedule::RING,
             Some(ScheduleName::Width(width)) => Schedule::RING.with_width(width),
-            Some(ScheduleName::TwoLevel(given)) => match given.or(node) {
-                Some(node) => Schedule::RING.with_node(node),
-                None => bail!(
-                    "--schedule two-level needs the ranks of a node here; write two-level:8 for \
-                     nodes of 8"
-                ),
-            },
+            Some(ScheduleName::TwoLevel(given)) => {
+                let node = in_node("two-level", given.or(node))?;
+                Schedule::RING.with_node(node)
+            }
+            Some(ScheduleName::Heads(given)) => {
+                let group = in_node("heads", given.or(node))?;
+                Schedule::RING.with_heads(group)
+            }
         };
         let backward = Open::given(&self.rotate).unwrap_or(Schedule::RING.backward);
         let schedule = schedule.with_backward(backward);

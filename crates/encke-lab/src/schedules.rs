@@ -9,6 +9,9 @@ use encke::{Pass, Request, Schedule};
 use encke_cost::{Machine, simulate};
 use serde::Serialize;
 
+/// The name of the ring of one level.
+pub const RING: &str = "ring";
+
 /// A schedule with its predicted times.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ScheduleTimes {
@@ -39,12 +42,18 @@ impl ScheduleTimes {
     }
 }
 
-/// The schedules that are compared where a node has so many ranks.
-pub fn compared(node: usize) -> Vec<(&'static str, Schedule)> {
-    vec![
-        ("ring", Schedule::RING),
-        ("two-level", Schedule::RING.with_node(node)),
+/// The schedules that are compared for a request where a node has so many ranks. Heads are divided
+/// where the request allows it.
+pub fn compared(request: &Request, node: usize) -> Vec<(&'static str, Schedule)> {
+    let divided = request.dividing_heads(node);
+    [
+        Some((RING, Schedule::RING)),
+        Some(("two-level", Schedule::RING.with_node(node))),
+        divided.map(|schedule| ("heads x sequence", schedule)),
     ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 /// The ranks whose buffers are counted: two at each end, and two in the middle. The others lie

@@ -21,7 +21,7 @@ pub fn compare(request: &Request, machine: &Machine, grad: bool) -> Result<Vec<S
         return Ok(Vec::new());
     }
     let progress = spinner("schedules");
-    let each = schedules::compared(node).into_iter();
+    let each = schedules::compared(request, node).into_iter();
     let times = each.map(|of| schedules::times(request, of, machine, grad));
     let times = times.collect::<Result<Vec<ScheduleTimes>>>();
     progress.finish_and_clear();

@@ -127,11 +127,20 @@ impl Plan {
             .filter(|rank| all <= RESOLVED || *rank < edge || *rank >= all - edge)
             .map(|rank| Ok(RankSummary::new(&self.rank(rank)?)))
             .collect::<Result<Vec<RankSummary>>>()?;
-        let rings = self.rings.iter().zip(&self.layouts).map(|(ring, layout)| {
+        let group = request.schedule.heads;
+        let plans = self.shares.iter().map(|share| &share.plan).enumerate();
+        let whole = self.shares.is_empty().then_some((0, self));
+        let all = whole.into_iter().chain(plans).flat_map(|(index, plan)| {
+            let rings = plan.rings.iter().zip(&plan.layouts);
+            rings.map(move |(ring, layout)| (index, ring, layout))
+        });
+        let rings = all.map(|(index, ring, layout)| {
             let width = ring.width(request.schedule.width);
             RingSummary {
                 layout: *layout,
-                members: ring.members.clone(),
+                members: (ring.members.iter())
+                    .map(|member| member * group + index)
+                    .collect(),
                 rising: ring.rising,
                 parcels: ring.parcels.iter().flatten().count(),
                 hops: ring.max_distance(),
@@ -360,6 +369,13 @@ impl Explanation {
 
     fn write_rings(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "\nRings")?;
+        if let group @ 2.. = self.request.schedule.heads {
+            writeln!(
+                f,
+                "  groups of {group} ranks exchange heads, before the rings and after: each rank \
+                 has all tokens of its group for its share of the heads"
+            )?;
+        }
         if self.rings.is_empty() {
             return writeln!(f, "  none: every segment is within one rank's tokens");
         }

@@ -17,6 +17,7 @@ mod direct;
 pub mod explain;
 mod forward;
 mod fuse_softmax;
+mod head_shares;
 mod jobs;
 mod layout;
 pub mod membership;
@@ -57,6 +58,9 @@ impl Plan {
                 rank,
                 ranks: self.ranks(),
             });
+        }
+        if !self.shares.is_empty() {
+            return head_shares::program(self, rank);
         }
         if self.request.bits.tile().is_some() {
             return Ok(tile_order::program(self, rank, true));

@@ -22,6 +22,10 @@ pub struct Schedule {
     /// parcels move to the next node once, in pieces, during a whole turn inside the nodes. 1: one
     /// level. Ranks are assigned to nodes in order.
     pub node: usize,
+    /// Ranks of a group that divide the heads among them: they exchange heads first (an
+    /// all-to-all), and rings then pass from group to group. 1: every rank has all heads. Ranks are
+    /// assigned to groups in order.
+    pub heads: usize,
 }
 
 impl Schedule {
@@ -30,6 +34,7 @@ impl Schedule {
         width: 1,
         backward: Rotating::Keys,
         node: 1,
+        heads: 1,
     };
 
     /// All parcels at once.
@@ -54,6 +59,12 @@ impl Schedule {
     #[must_use]
     pub fn with_node(self, node: usize) -> Schedule {
         Schedule { node, ..self }
+    }
+
+    /// This schedule with heads divided among `heads` ranks.
+    #[must_use]
+    pub fn with_heads(self, heads: usize) -> Schedule {
+        Schedule { heads, ..self }
     }
 
     /// This schedule with another width.

@@ -5,6 +5,7 @@
 
 use std::sync::{Arc, OnceLock};
 
+use super::head_shares::{self, HeadShare};
 use super::nodes::{NodeLayout, NodeRing};
 use super::program::{RankPlan, Role};
 use super::request::{Pass, Request};
@@ -29,6 +30,8 @@ pub struct Plan {
     pub(super) rings: Vec<Ring>,
     /// How each ring lies in nodes.
     pub(super) layouts: Vec<NodeLayout>,
+    /// The shares of the heads, where ranks of a group divide them.
+    pub(super) shares: Vec<HeadShare>,
     /// (lane, group) of each rank.
     pub(super) groups_of: Vec<Vec<(usize, usize)>>,
     /// (ring, member index) of each rank.
@@ -41,10 +44,20 @@ impl Plan {
     /// Checks the request and finds its rings.
     pub fn new(request: Request) -> Result<Plan> {
         request.check()?;
+        let lanes = request.pattern.lanes(&request.shape);
+        let slots = request.pattern.slots(request.shape.heads).len();
+        let shares = head_shares::shares(&request, &lanes)?;
+        Ok(Plan {
+            shares,
+            ..Plan::with_lanes(request, lanes, slots)
+        })
+    }
+
+    /// The plan of a request that was checked, with these of its lanes.
+    pub(super) fn with_lanes(request: Request, lanes: Vec<Lane>, slots: usize) -> Plan {
         let ranks = request.sharding.ranks();
         let shards = Shards::new(&request.sharding, request.shape.tokens, &request.pattern)
             .with_queries(request.positions());
-        let lanes = request.pattern.lanes(&request.shape);
         let groups: Vec<Vec<Group>> = lanes.iter().map(|lane| shards.groups(lane)).collect();
         let pattern = &request.pattern;
         let rings = rings::rings(&shards, &lanes, &groups, pattern, request.rotating());
@@ -64,13 +77,14 @@ impl Plan {
             }
         }
         let layout = |ring: &Ring| NodeLayout::new(ring, request.schedule.node);
-        Ok(Plan {
+        Plan {
             layouts: rings.iter().map(layout).collect(),
             heads: lanes
                 .iter()
                 .map(|lane| HeadAddresses::new(lane, &request.shape))
                 .collect(),
-            slots: request.pattern.slots(request.shape.heads).len(),
+            slots,
+            shares: Vec::new(),
             request,
             shards,
             lanes,
@@ -79,7 +93,7 @@ impl Plan {
             groups_of,
             rings_of,
             programs: vec![OnceLock::new(); ranks],
-        })
+        }
     }
 
     /// The request.

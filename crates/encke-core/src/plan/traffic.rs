@@ -11,7 +11,7 @@ impl Plan {
     /// Bytes that all ranks send.
     pub(super) fn sent_bytes(&self) -> usize {
         let request = &self.request;
-        if !request.bits.is_planned() {
+        if !request.bits.is_planned() || !self.shares.is_empty() {
             let programs = (0..self.ranks()).filter_map(|rank| self.program(rank).ok());
             return programs
                 .map(|of| of.sent_bytes().values().sum::<usize>())

@@ -6,6 +6,7 @@ use crate::charts::axis::{Frame, Screen, canvas, polyline};
 use crate::charts::lines::{Series, ends_named, names_width};
 use crate::charts::markup::Markup;
 use crate::charts::scale::{AxisScale, Unit};
+use crate::schedules::RING;
 
 /// The colours of the lengths, as classes of the style sheet.
 const CLASSES: [&str; 5] = [
@@ -62,7 +63,7 @@ impl Shown {
 }
 
 /// One chart of a pattern. A filled dot is a point whose fastest schedule is the ring, a circle one
-/// with two levels.
+/// with another.
 pub fn draw(
     findings: &ScaleFindings,
     pattern: ScalePattern,
@@ -135,8 +136,8 @@ pub fn draw(
             let point = points
                 .iter()
                 .find(|of| tokens(of.tokens) == series.name && of.ranks as f64 == *ranks);
-            let schedule = point.map_or("ring", |of| of.fastest().name);
-            let kind = if schedule == "ring" {
+            let schedule = point.map_or(RING, |of| of.fastest().name);
+            let kind = if schedule == RING {
                 "measured"
             } else {
                 "planned"

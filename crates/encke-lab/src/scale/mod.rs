@@ -14,6 +14,8 @@ mod page;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
+
 use anyhow::Result;
 use encke::{Cut, DType, Pattern, Request, Shape, Sharding};
 use encke_cost::Machine;
@@ -176,6 +178,10 @@ pub fn predict(
     most: usize,
     progress: &mut dyn FnMut(&str),
 ) -> Result<ScaleFindings> {
+    let mut predictor = Predictor {
+        machine,
+        known: BTreeMap::new(),
+    };
     let mut grid = Vec::new();
     let sizes = (3..=10).map(|power| 1 << power);
     let sizes: Vec<usize> = sizes.filter(|ranks| *ranks <= most).collect();
@@ -183,7 +189,7 @@ pub fn predict(
         for tokens in TOKENS {
             for &ranks in sizes.iter().filter(|ranks| tokens / **ranks >= LEAST_SHARD) {
                 progress(&format!("{}: {tokens} tokens, {ranks}", pattern.name()));
-                grid.push(point(machine, pattern, GROUPED, tokens, ranks)?);
+                grid.push(predictor.point(pattern, GROUPED, tokens, ranks)?);
             }
         }
     }
@@ -202,7 +208,7 @@ pub fn predict(
                 "{}: {tokens} tokens, {COMPARED_RANKS}",
                 pattern.name()
             ));
-            compared.push(point(machine, pattern, heads, tokens, COMPARED_RANKS)?);
+            compared.push(predictor.point(pattern, heads, tokens, COMPARED_RANKS)?);
         }
     }
     Ok(ScaleFindings {
@@ -212,44 +218,59 @@ pub fn predict(
     })
 }
 
-/// One point.
-fn point(
-    machine: &Machine,
-    pattern: ScalePattern,
-    heads: ScaleHeads,
-    tokens: usize,
-    ranks: usize,
-) -> Result<ScalePoint> {
-    let most = match pattern {
-        ScalePattern::Dense => DENSE_RANKS,
-        ScalePattern::Longnet => LONGNET_RANKS,
-    };
-    let shard = tokens / ranks;
-    let compared = schedules::compared(machine.ranks_per_node);
-    let several = ranks > machine.ranks_per_node;
-    let compared = compared
-        .into_iter()
-        .take(if several { usize::MAX } else { 1 });
-    let mut all = Vec::new();
-    for schedule in compared {
-        let times = |ranks: usize| {
-            let request = request(pattern, heads, shard * ranks, ranks)?;
-            schedules::times(&request, schedule, machine, true)
+/// Predicts points on one machine; rings of the same shards are simulated once.
+struct Predictor<'a> {
+    machine: &'a Machine,
+    /// By pattern, heads, schedule, tokens of a shard and ranks.
+    known: BTreeMap<(bool, usize, &'static str, usize, usize), ScheduleTimes>,
+}
+
+impl Predictor<'_> {
+    /// One point.
+    fn point(
+        &mut self,
+        pattern: ScalePattern,
+        heads: ScaleHeads,
+        tokens: usize,
+        ranks: usize,
+    ) -> Result<ScalePoint> {
+        let (dense, most) = match pattern {
+            ScalePattern::Dense => (true, DENSE_RANKS),
+            ScalePattern::Longnet => (false, LONGNET_RANKS),
         };
-        all.push(match ranks <= most {
-            true => times(ranks)?,
-            false => larger(pattern, [times(most / 2)?, times(most)?], most, ranks),
-        });
+        let shard = tokens / ranks;
+        let whole = request(pattern, heads, tokens, ranks)?;
+        let mut all = Vec::new();
+        for schedule in schedules::compared(&whole, self.machine.ranks_per_node.min(ranks)) {
+            if schedule.1.node >= ranks {
+                continue; // one node
+            }
+            let mut times = |ranks: usize| -> Result<ScheduleTimes> {
+                let key = (dense, heads.kv_heads, schedule.0, shard, ranks);
+                if let Some(known) = self.known.get(&key) {
+                    return Ok(known.clone());
+                }
+                let request = request(pattern, heads, shard * ranks, ranks)?;
+                let times = schedules::times(&request, schedule, self.machine, true)?;
+                self.known.insert(key, times.clone());
+                Ok(times)
+            };
+            all.push(match (ranks <= most, dense) {
+                (true, _) => times(ranks)?,
+                (false, true) => continued([times(most / 2)?, times(most)?], most, ranks),
+                (false, false) => repeated(times(most)?, most, ranks),
+            });
+        }
+        Ok(ScalePoint {
+            pattern,
+            heads,
+            tokens,
+            ranks,
+            best: schedules::fastest(&all),
+            schedules: all,
+            simulated: (ranks > most).then_some(most),
+        })
     }
-    Ok(ScalePoint {
-        pattern,
-        heads,
-        tokens,
-        ranks,
-        best: schedules::fastest(&all),
-        schedules: all,
-        simulated: (ranks > most).then_some(most),
-    })
 }
 
 /// The request of a point.
@@ -271,22 +292,20 @@ fn request(
     ))
 }
 
-/// A ring of `ranks` ranks, from rings of `most / 2` and of `most` ranks with the same shards.
-fn larger(
-    pattern: ScalePattern,
-    [half, full]: [ScheduleTimes; 2],
-    most: usize,
-    ranks: usize,
-) -> ScheduleTimes {
-    let times = ranks as f64 / most as f64;
-    if pattern == ScalePattern::Longnet {
-        let all = |bytes: u64| (bytes as f64 * times) as u64;
-        return ScheduleTimes {
-            inside_bytes: all(full.inside_bytes),
-            between_bytes: all(full.between_bytes),
-            ..full
-        };
+/// LongNet on `ranks` ranks, from `most` ranks with the same shards: its rings repeat.
+fn repeated(full: ScheduleTimes, most: usize, ranks: usize) -> ScheduleTimes {
+    let all = |bytes: u64| (bytes as f64 * ranks as f64 / most as f64) as u64;
+    ScheduleTimes {
+        inside_bytes: all(full.inside_bytes),
+        between_bytes: all(full.between_bytes),
+        ..full
     }
+}
+
+/// A dense ring of `ranks` ranks, from rings of `most / 2` and of `most` ranks with the same
+/// shards.
+fn continued([half, full]: [ScheduleTimes; 2], most: usize, ranks: usize) -> ScheduleTimes {
+    let times = ranks as f64 / most as f64;
     // Along the line through the two: at `most` 0 steps of `most / 2` ranks beyond it.
     let steps = (ranks - most) as f64 / (most / 2) as f64;
     let line = |half: f64, full: f64| full + steps * (full - half);

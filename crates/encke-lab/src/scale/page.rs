@@ -6,6 +6,7 @@ use super::{ScaleFindings, ScalePattern};
 use crate::charts::html::{self, charts, details, legend, section, table};
 use crate::charts::markup::Markup;
 use crate::format::percent;
+use crate::schedules::RING;
 
 /// The whole document.
 pub fn document(findings: &ScaleFindings) -> serde_json::Result<String> {
@@ -46,7 +47,10 @@ fn pattern_section(findings: &ScaleFindings, pattern: ScalePattern) -> Markup {
                 schedule. Efficiency is the share of the devices’ time that is arithmetic.";
     let marks = [
         ("dot all", "a ring of one level is the fastest"),
-        ("dot hollow all", "two levels are"),
+        (
+            "dot hollow all",
+            "another schedule is; the point says which",
+        ),
     ];
     let marks = marks.map(|(class, text)| (class.to_string(), text.to_string()));
     let id = match pattern {
@@ -70,9 +74,9 @@ fn pattern_section(findings: &ScaleFindings, pattern: ScalePattern) -> Markup {
 
 fn schedule_section(findings: &ScaleFindings) -> Markup {
     let all = &findings.compared;
-    let two = all.iter().filter(|of| of.fastest().name != "ring").count();
+    let others = all.iter().filter(|of| of.fastest().name != RING).count();
     let finding = format!(
-        "Two levels are the fastest for {two} of {} shapes",
+        "A ring of one level is not the fastest for {others} of {} shapes",
         all.len()
     );
     let lead = "Each shape with each schedule, forward and backward, on 16 nodes of 8. The \

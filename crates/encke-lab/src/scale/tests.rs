@@ -20,13 +20,19 @@ fn cluster() -> Machine {
 fn larger_rings_continue_the_line() {
     let (machine, shard) = (cluster(), 1 << 15);
     for pattern in ScalePattern::ALL {
-        for schedule in schedules::compared(8) {
+        let small = request(pattern, GROUPED, shard * 16, 16).unwrap();
+        let all = schedules::compared(&small, 8);
+        assert_eq!(all.len(), 3);
+        for schedule in all {
             let times = |ranks: usize| {
                 let request = request(pattern, GROUPED, shard * ranks, ranks).unwrap();
                 schedules::times(&request, schedule, &machine, true).unwrap()
             };
             // LongNet's longest segment is 32 of these shards.
-            let continued = larger(pattern, [times(16), times(32)], 32, 64);
+            let continued = match pattern {
+                ScalePattern::Dense => continued([times(16), times(32)], 32, 64),
+                ScalePattern::Longnet => repeated(times(32), 32, 64),
+            };
             let simulated = times(64);
             for (one, other) in [
                 (continued.seconds(), simulated.seconds()),
@@ -51,15 +57,15 @@ fn the_page_and_the_table_say_what_they_are_made_from() {
     let findings = predict(&cluster(), 16, &mut |_| told += 1).unwrap();
     assert_eq!(told, findings.grid.len());
     let (page, text) = (document(&findings).unwrap(), markdown(&findings));
-    for part in [
-        "Predicted, not measured",
-        "data sheet",
-        "nvlink",
-        "ib400",
-        "two-level",
-    ] {
+    for part in ["Predicted, not measured", "data sheet", "nvlink", "ib400"] {
         assert!(page.contains(part), "the page has no {part}");
         assert!(text.contains(part), "the table has no {part}: {text}");
+    }
+    for of in schedules::compared(
+        &request(ScalePattern::Dense, GROUPED, 1 << 17, 16).unwrap(),
+        8,
+    ) {
+        assert!(page.contains(of.0), "the page has no {}", of.0);
     }
     let svg = page.matches("<svg").count();
     assert_eq!(svg, 2 * 4 * 2, "two patterns, four charts, two widths");

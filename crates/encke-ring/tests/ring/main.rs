@@ -3,6 +3,7 @@
 mod bits;
 mod cache;
 mod calls;
+mod divided_heads;
 mod instrumented;
 mod masks;
 mod plan;

@@ -26,10 +26,17 @@ fn passes(case: &Configuration) -> [Request; 2] {
     })
 }
 
-/// A seed's configuration, plain and with a mask, each with its own schedule and in two levels.
+/// A seed's configuration, plain and with a mask, each with its own schedule, and in two
+/// levels or with heads divided.
 fn cases(seed: u64) -> impl Iterator<Item = Configuration> {
     let cases = [Configuration::random(seed), Configuration::masked(seed)];
-    (cases.into_iter()).flat_map(|case| [case.clone().in_nodes(), case])
+    cases.into_iter().flat_map(move |case| {
+        let other = match seed % 2 {
+            0 => case.clone().in_nodes(),
+            _ => case.clone().with_heads_divided(),
+        };
+        [other, case]
+    })
 }
 
 /// Both passes of these.

@@ -3,17 +3,20 @@
 
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::nodes::NodeLayout;
-use encke_core::plan::program::Component;
+use encke_core::plan::program::{BufferId, Component, RankPlan, Role, Task};
 use encke_core::plan::rings::Rotating;
 use encke_core::plan::{Pass, Plan, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
-use encke_core::{Bits, DType, Error, Pattern, Shape};
-use encke_ring::ThreadRing;
+use encke_core::{Bits, DType, Error, Pattern, Shape, Tensor};
+use encke_ring::threads::endpoints;
+use encke_ring::trace::Recorder;
+use encke_ring::{Rank, ThreadRing};
 
-use crate::support::{Configuration, DEADLINE, check};
+use crate::support::{CallTensors, Configuration, DEADLINE, check};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
@@ -238,4 +241,88 @@ fn the_pieces_of_a_parcel_are_all_of_it() {
             .all(|(token, count)| token % 8 == 5 && *count == 2),
         "{tokens:?}"
     );
+}
+
+/// Runs the programs of all ranks on threads.
+fn run_programs(programs: Vec<RankPlan>, tensors: &CallTensors) -> Tensor {
+    let kernel = &NaiveKernel;
+    let ends = endpoints(programs.len(), DEADLINE);
+    let ranks = std::thread::scope(|scope| {
+        let threads = programs.into_iter().zip(ends).map(|(program, mut end)| {
+            scope.spawn(move || {
+                let number = program.rank;
+                let mut rank = Rank::new(kernel, program).expect("there is memory");
+                for (role, tensor) in [
+                    (Role::Q, &tensors.q),
+                    (Role::K, &tensors.k),
+                    (Role::V, &tensors.v),
+                ] {
+                    rank.load(kernel, role, &tensor.view()).expect("it fits");
+                }
+                let mut recorder = Recorder::new(number, Instant::now());
+                let run = rank.run(kernel, &mut end, &mut recorder);
+                run.expect("nothing fails");
+                rank
+            })
+        });
+        let threads: Vec<_> = threads.collect();
+        let ranks = threads.into_iter().map(|of| of.join().expect("no panic"));
+        ranks.collect::<Vec<_>>()
+    });
+    let mut out = Tensor::zeros(DType::F64, tensors.q.dims());
+    for mut rank in ranks {
+        rank.store(kernel, Role::Out, &mut out).expect("it fits");
+    }
+    out
+}
+
+/// A parcel that goes to the node after the next, and pieces that arrive in the wrong order.
+#[test]
+fn mutants_that_send_to_the_wrong_node_or_in_the_wrong_order_die() {
+    const NODE: usize = 2;
+    let plan = dense(8, NODE, Cut::Contiguous, false, Pass::Forward);
+    let request = Request {
+        dtype: DType::F64,
+        ..plan.request().clone()
+    };
+    let plan = Plan::new(request).expect("legal");
+    let tensors = CallTensors::random(&plan.request().shape, 7);
+    let run = |mutate: &dyn Fn(&mut RankPlan)| {
+        let programs = (0..8).map(|rank| {
+            let mut program = plan.rank(rank).expect("the rank exists");
+            mutate(&mut program);
+            program
+        });
+        run_programs(programs.collect(), &tensors)
+    };
+    let right = run(&|_| ());
+    let wrong_node = run(&|program| {
+        let node = program.rank / NODE;
+        for round in &mut program.rounds {
+            let sends = round.sends.iter_mut().map(|message| (message, NODE));
+            let receives = round.receives.iter_mut().map(|message| (message, 8 - NODE));
+            for (message, by) in sends.chain(receives) {
+                let peer = &mut message.address.peer;
+                if *peer / NODE != node {
+                    *peer = (*peer + by) % 8;
+                }
+            }
+        }
+    });
+    assert_ne!(right, wrong_node);
+    let wrong_order = run(&|program| {
+        // The first turn's pieces are put together: the two of the keys are exchanged.
+        let mut pieces: BTreeMap<BufferId, Vec<&mut BufferId>> = BTreeMap::new();
+        for task in &mut program.rounds[NODE].before {
+            if let Task::Copy { from, to, .. } = task {
+                pieces.entry(*to).or_default().push(from);
+            }
+        }
+        assert_eq!(pieces.len(), 2, "keys and values");
+        for of in pieces.into_values() {
+            let [one, other] = of.try_into().expect("two pieces");
+            std::mem::swap(one, other);
+        }
+    });
+    assert_ne!(right, wrong_order);
 }

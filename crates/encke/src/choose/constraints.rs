@@ -48,8 +48,9 @@ pub struct Constraints {
     pub queries: Option<Queries>,
     /// How many ring distances a round covers; see [`Schedule`].
     pub width: Option<usize>,
-    /// Ranks of a node, for rings in two levels; see [`Schedule`]. 1: one level.
-    pub node: Option<usize>,
+    /// Two levels, divided heads, or neither, as in this [`Schedule`]; the other settings of it
+    /// are not used.
+    pub nodes: Option<Schedule>,
     /// What rotates in the backward pass; see [`Schedule`].
     pub rotate: Option<Rotating>,
     /// What the forward pass saves for the backward pass.
@@ -76,7 +77,7 @@ impl Constraints {
             cut: None,
             queries: Some(Queries::Sharded),
             width: None,
-            node: None,
+            nodes: None,
             rotate: None,
             checkpoint: None,
             redundancy: 0,
@@ -143,11 +144,14 @@ impl Constraints {
                     ..Request::new(self.shape, self.pattern.clone(), sharding, self.dtype)
                 };
                 for &queries in &queries {
-                    let schedules = self.schedules(ranks, queries, node).into_iter();
-                    requests.extend(schedules.map(|schedule| Request {
+                    let of_queries = Request {
                         queries,
-                        schedule,
                         ..basis.clone()
+                    };
+                    let schedules = self.schedules(&of_queries, node).into_iter();
+                    requests.extend(schedules.map(|schedule| Request {
+                        schedule,
+                        ..of_queries.clone()
                     }));
                 }
             }
@@ -155,9 +159,11 @@ impl Constraints {
         Ok(requests)
     }
 
-    /// The schedules tried: widths 1, 2, 4 and all distances at once, and two levels where ranks are
-    /// in several nodes, each with keys and with queries rotating in the backward pass.
-    fn schedules(&self, ranks: usize, queries: Queries, node: usize) -> Vec<Schedule> {
+    /// The schedules tried: widths 1, 2, 4 and all distances at once, and where ranks are in several
+    /// nodes two levels and heads x sequence, each with keys and with queries rotating in the
+    /// backward pass.
+    fn schedules(&self, request: &Request, node: usize) -> Vec<Schedule> {
+        let (ranks, queries) = (request.sharding.ranks(), request.queries);
         let most = ranks.saturating_sub(1).max(1);
         let widths = match self.width {
             Some(width) => vec![width],
@@ -175,16 +181,16 @@ impl Constraints {
             None if either => vec![Rotating::Keys, Rotating::Queries],
             None => vec![Rotating::Keys],
         };
-        let one_level = self.node.unwrap_or(1) == 1;
+        let nodes = self.nodes.unwrap_or(Schedule::RING);
+        let one_level = nodes.node == 1 && nodes.heads == 1;
         let widths = widths.into_iter().filter(|width| one_level || *width == 1);
-        let each = widths.map(|width| Schedule::RING.with_width(width).on(ranks));
-        let mut kinds: Vec<Schedule> = each
-            .map(|schedule| schedule.with_node(self.node.unwrap_or(1)))
-            .collect();
-        let open = self.node.is_none() && self.width.is_none_or(|width| width == 1);
+        let each = widths.map(|width| nodes.with_width(width).on(ranks));
+        let mut kinds: Vec<Schedule> = each.collect();
+        let open = self.nodes.is_none() && self.width.is_none_or(|width| width == 1);
         let several = (2..ranks).contains(&node);
         if open && several && queries == Queries::Sharded && self.redundancy == 0 {
             kinds.push(Schedule::RING.with_node(node));
+            kinds.extend(request.dividing_heads(node));
         }
         let with = |schedule: Schedule| {
             let each = rotate.iter();

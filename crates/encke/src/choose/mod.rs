@@ -143,13 +143,14 @@ pub fn choose<K: Kernel>(
             width,
             backward,
             node,
+            heads,
         } = of.schedule;
         let plain = (of.cut != Cut::Contiguous, backward != Rotating::Keys);
         let parcels = match rounds_wait {
             true => of.ranks.saturating_sub(width),
             false => width,
         };
-        (of.ranks, plain.0, node, parcels, plain.1)
+        (of.ranks, plain.0, node, heads, parcels, plain.1)
     };
     alternatives.sort_by(|a, b| {
         let by_time = a.seconds.total_cmp(&b.seconds);
