@@ -147,6 +147,7 @@ pub(super) fn program(plan: &Plan, rank: usize) -> Result<RankPlan> {
         plan,
         index,
         members: number * group..(number + 1) * group,
+        free: Vec::new(),
         program: RankPlan {
             rank,
             rows: plan.shards.rows(rank),
@@ -179,6 +180,8 @@ struct HeadExchange<'a> {
     index: usize,
     /// The ranks of the group.
     members: Range<usize>,
+    /// Buffers of the first exchange, which the second one uses again.
+    free: Vec<BufferId>,
     program: RankPlan,
 }
 
@@ -239,6 +242,7 @@ impl HeadExchange<'_> {
                 let out = own_rows * theirs.row;
                 self.exchange(0, tag, member, (packed, out), (staged, rows * share));
             }
+            self.free.extend(staged.into_iter().chain([packed]));
             arrived.push((runs, rows, staged.unwrap_or(packed)));
         }
         for (runs, rows, from) in arrived {
@@ -289,7 +293,7 @@ impl HeadExchange<'_> {
         for (place, member) in self.members.clone().enumerate() {
             let runs = self.runs(width, member);
             let rows = count(&runs);
-            let packed = self.staging(dtype, rows * share);
+            let packed = self.used_again(dtype, rows * share);
             let blocks = self.row_blocks(&port.runs, group_rows, &runs, rows, share);
             let blocks = super::layout::reversed(blocks);
             self.task(round, blocks, port.buffer, packed, true);
@@ -302,7 +306,7 @@ impl HeadExchange<'_> {
                 true => packed,
                 false => {
                     let elements = own_rows * theirs.row;
-                    let staged = self.staging(dtype, elements);
+                    let staged = self.used_again(dtype, elements);
                     let sent = (packed, rows * share);
                     self.exchange(round, tag, member, sent, (staged, elements));
                     staged
@@ -359,6 +363,21 @@ impl HeadExchange<'_> {
 
     fn staging(&mut self, dtype: DType, elements: usize) -> BufferId {
         self.buffer("exchanged heads", Component::Sharing, dtype, elements)
+    }
+
+    /// The smallest buffer of the first exchange that is large enough, or another one.
+    fn used_again(&mut self, dtype: DType, elements: usize) -> BufferId {
+        let buffers = &self.program.buffers;
+        let fits = |id: &BufferId| {
+            let of = &buffers[id.0];
+            of.dtype == dtype && of.elements >= self.batch() * elements
+        };
+        let free = self.free.iter().enumerate().filter(|(_, id)| fits(id));
+        let least = free.min_by_key(|(_, id)| buffers[id.0].elements);
+        match least.map(|(at, _)| at) {
+            Some(at) => self.free.swap_remove(at),
+            None => self.staging(dtype, elements),
+        }
     }
 
     fn task(

@@ -270,7 +270,7 @@ fn run_programs(programs: Vec<RankPlan>, tensors: &CallTensors) -> Tensor {
         ranks.collect::<Vec<_>>()
     });
     let mut out = Tensor::zeros(DType::F64, tensors.q.dims());
-    for mut rank in ranks {
+    for rank in ranks {
         rank.store(kernel, Role::Out, &mut out).expect("it fits");
     }
     out
