@@ -117,9 +117,17 @@ pub fn times(
     })
 }
 
-/// The index of the fastest; of those within a hundredth of it, the first.
-pub fn fastest(all: &[ScheduleTimes]) -> usize {
-    let least = all.iter().map(ScheduleTimes::seconds);
-    let limit = least.fold(f64::INFINITY, f64::min) * (1.0 + encke::choose::TIE_TOLERANCE);
-    all.iter().position(|of| of.seconds() <= limit).unwrap_or(0)
+/// The index of the fastest of those whose buffers are within `limit` bytes, or of all if none is;
+/// of those within a hundredth of it, the first.
+pub fn fastest(all: &[ScheduleTimes], limit: Option<usize>) -> usize {
+    let fits = |of: &ScheduleTimes| limit.is_none_or(|limit| of.memory_bytes <= limit);
+    let any = all.iter().any(fits);
+    let considered = |of: &ScheduleTimes| fits(of) || !any;
+    let least = all.iter().filter(|of| considered(of));
+    let least = least
+        .map(ScheduleTimes::seconds)
+        .fold(f64::INFINITY, f64::min);
+    let tied = least * (1.0 + encke::choose::TIE_TOLERANCE);
+    let best = |of: &ScheduleTimes| considered(of) && of.seconds() <= tied;
+    all.iter().position(best).unwrap_or(0)
 }

@@ -30,7 +30,7 @@ pub fn compare(request: &Request, machine: &Machine, grad: bool) -> Result<Vec<S
 
 /// The table, and which schedule is the fastest.
 pub fn to_text(all: &[ScheduleTimes]) -> String {
-    let Some(best) = all.get(schedules::fastest(all)) else {
+    let Some(best) = all.get(schedules::fastest(all, None)) else {
         return String::new();
     };
     let headings = [

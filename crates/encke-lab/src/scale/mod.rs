@@ -98,7 +98,7 @@ pub struct ScalePoint {
     pub ranks: usize,
     /// Forward and backward pass with each schedule.
     pub schedules: Vec<ScheduleTimes>,
-    /// Index of the fastest.
+    /// Index of the fastest of those that fit.
     pub best: usize,
     /// Ranks of the ring that was simulated, where it was smaller.
     pub simulated: Option<usize>,
@@ -164,7 +164,8 @@ impl ScaleFindings {
              and {DENSE_RANKS} ranks with the same shards, because every further rank adds a round \
              like the others; LongNet's rings repeat along the sequence, so more than \
              {LONGNET_RANKS} ranks have the time of {LONGNET_RANKS} with the same shards. Memory \
-             is that of the fullest of six ranks. Shards of less than {LEAST_SHARD} tokens are \
+             is that of the fullest of six ranks; the fastest schedule is one that fits 141 GB, \
+             where one does. Shards of less than {LEAST_SHARD} tokens are \
              left out. Congestion beyond the ports of the cards, and the time to read inputs, are \
              not part of the model.",
             DENSE_RANKS / 2
@@ -266,7 +267,7 @@ impl Predictor<'_> {
             heads,
             tokens,
             ranks,
-            best: schedules::fastest(&all),
+            best: schedules::fastest(&all, Some(DEVICE_BYTES)),
             schedules: all,
             simulated: (ranks > most).then_some(most),
         })

@@ -69,6 +69,13 @@ fn the_page_and_the_table_say_what_they_are_made_from() {
     }
     let svg = page.matches("<svg").count();
     assert_eq!(svg, 2 * 4 * 2, "two patterns, four charts, two widths");
+    // A slower schedule that fits is taken before a faster one that does not.
+    let slower = findings.grid.iter().find(|of| {
+        let mut others = of.schedules.iter();
+        of.fits() && others.any(|other| other.seconds() < 0.98 * of.fastest().seconds())
+    });
+    let slower = slower.expect("8M tokens on 8 devices").schedules.iter();
+    assert!(slower.clone().any(|of| of.memory_bytes > DEVICE_BYTES));
     // A point that does not fit is marked.
     let full = findings.grid.iter().find(|of| !of.fits()).unwrap();
     assert!(full.tokens == 1 << 30 && text.contains("(too much)"));
