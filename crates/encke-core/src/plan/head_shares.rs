@@ -128,7 +128,7 @@ pub(super) fn program(plan: &Plan, rank: usize) -> Result<RankPlan> {
     for buffer in &mut buffers {
         buffer.shard = rank;
     }
-    // All ranks of a group send results back in the same round, after the longest of their programs.
+    // All ranks of a group send results back in the same round, after the longest program.
     let settled = plan.shares.iter().map(|of| of.plan.settled_round());
     let last = settled.max().unwrap_or(0) + 2;
     assert!(

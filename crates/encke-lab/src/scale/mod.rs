@@ -26,7 +26,9 @@ use crate::schedules::{self, ScheduleTimes};
 pub use markdown::markdown;
 pub use page::document;
 
-/// The largest dense ring that is simulated; half of it is the other point of the line.
+/// The largest dense ring that is simulated; half of it is the other point of the line, which is
+/// straight from 8 members on: shorter rings do not wait in the backward pass. Where 8 ranks divide
+/// the heads, half of this is 8 groups.
 pub const DENSE_RANKS: usize = 128;
 /// The largest LongNet ring that is simulated.
 pub const LONGNET_RANKS: usize = 256;

@@ -28,12 +28,14 @@ fn larger_rings_continue_the_line() {
                 let request = request(pattern, GROUPED, shard * ranks, ranks).unwrap();
                 schedules::times(&request, schedule, &machine, true).unwrap()
             };
-            // LongNet's longest segment is 32 of these shards.
+            // The line begins at 8 members, which are groups where heads are divided. LongNet's
+            // longest segment is 32 of these shards.
+            let most = if schedule.1.heads > 1 { 128 } else { 64 };
             let continued = match pattern {
-                ScalePattern::Dense => continued([times(16), times(32)], 32, 64),
-                ScalePattern::Longnet => repeated(times(32), 32, 64),
+                ScalePattern::Dense => continued([times(most / 2), times(most)], most, 2 * most),
+                ScalePattern::Longnet => repeated(times(most), most, 2 * most),
             };
-            let simulated = times(64);
+            let simulated = times(2 * most);
             for (one, other) in [
                 (continued.seconds(), simulated.seconds()),
                 (continued.efficiency, simulated.efficiency),
@@ -44,7 +46,7 @@ fn larger_rings_continue_the_line() {
                 ),
                 (continued.memory_bytes as f64, simulated.memory_bytes as f64),
             ] {
-                let error = (one - other).abs() / other.max(1.0);
+                let error = (one - other).abs() / other.max(1e-12);
                 assert!(error < 0.03, "{pattern:?} {schedule:?}: {one} and {other}");
             }
         }
@@ -77,6 +79,7 @@ fn the_page_and_the_table_say_what_they_are_made_from() {
     let slower = slower.expect("8M tokens on 8 devices").schedules.iter();
     assert!(slower.clone().any(|of| of.memory_bytes > DEVICE_BYTES));
     // A point that does not fit is marked.
-    let full = findings.grid.iter().find(|of| !of.fits()).unwrap();
-    assert!(full.tokens == 1 << 30 && text.contains("(too much)"));
+    let full = || findings.grid.iter().filter(|of| !of.fits());
+    assert_eq!(full().map(|of| of.tokens).min(), Some(1 << 26));
+    assert_eq!(text.matches("(too much)").count(), full().count());
 }

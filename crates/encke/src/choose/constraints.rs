@@ -159,9 +159,9 @@ impl Constraints {
         Ok(requests)
     }
 
-    /// The schedules tried: widths 1, 2, 4 and all distances at once, and where ranks are in several
-    /// nodes two levels and heads x sequence, each with keys and with queries rotating in the
-    /// backward pass.
+    /// The schedules tried: widths 1, 2, 4 and all distances at once, and where ranks are in
+    /// several nodes two levels and heads x sequence, each with keys and with queries rotating in
+    /// the backward pass.
     fn schedules(&self, request: &Request, node: usize) -> Vec<Schedule> {
         let (ranks, queries) = (request.sharding.ranks(), request.queries);
         let most = ranks.saturating_sub(1).max(1);
