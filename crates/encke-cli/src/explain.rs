@@ -159,6 +159,12 @@ pub fn name(of: &Alternative) -> String {
         width if width + 1 == of.ranks => name += ", gathered",
         width => name += &format!(", {width} at a time"),
     }
+    if of.schedule.node > 1 {
+        name += &format!(", two levels (nodes of {})", of.schedule.node);
+    }
+    if of.schedule.heads > 1 {
+        name += &format!(", heads among {}", of.schedule.heads);
+    }
     if of.schedule.backward == Rotating::Queries {
         name += ", queries rotate";
     }

@@ -30,9 +30,11 @@ pub struct RingOptions {
     queries: Option<Open<Queries>>,
 
     /// How parcels rotate: ring (one at a time), N at a time (side by side, as one job; needs more
-    /// memory), gather (all at once), or auto [default: ring].
-    #[arg(long, value_name = "HOW", value_parser = open(width))]
-    schedule: Option<Open<usize>>,
+    /// memory), gather (all at once), two-level:G (inside nodes of G ranks, and from node to node
+    /// once a turn, in pieces), heads:G (G ranks divide the heads, and rings pass between such
+    /// groups), both with G from --node unless given, or auto [default: ring].
+    #[arg(long, value_name = "HOW", value_parser = open(schedule_name))]
+    schedule: Option<Open<ScheduleName>>,
 
     /// What rotates in the backward pass: keys (k and v, with dk and dv), queries (q and dout, with
     /// dq: fewer bytes unless heads share keys), or auto [default: keys].
@@ -111,15 +113,51 @@ pub fn queries(text: &str) -> Result<Queries, String> {
     }
 }
 
-/// Parses the name of a width, or a number.
-fn width(text: &str) -> Result<usize, String> {
-    match text {
-        "ring" => Ok(Schedule::RING.width),
-        "gather" => Ok(Schedule::GATHER.width),
-        number => match count(number) {
-            Ok(width) if width > 0 => Ok(width),
-            _ => Err("write ring, gather, or the number of parcels at a time, from 1".to_string()),
-        },
+/// How parcels rotate.
+#[derive(Debug, Clone, Copy)]
+enum ScheduleName {
+    /// So many at a time.
+    Width(usize),
+    /// In two levels, with the ranks of a node; `None`: those of the described machine.
+    TwoLevel(Option<usize>),
+    /// With heads divided among the ranks of a group; `None`: a node of the described machine.
+    Heads(Option<usize>),
+}
+
+/// Parses the name of a schedule, or a number.
+fn schedule_name(text: &str) -> Result<ScheduleName, String> {
+    let error = || {
+        "write ring, gather, two-level:G or heads:G with the ranks of a node, or the number of \
+         parcels at a time, from 1"
+            .to_string()
+    };
+    let positive = |text: &str| count(text).ok().filter(|number| *number > 0);
+    match (text, text.split_once(':')) {
+        ("ring", _) => Ok(ScheduleName::Width(Schedule::RING.width)),
+        ("gather", _) => Ok(ScheduleName::Width(Schedule::GATHER.width)),
+        ("two-level", _) => Ok(ScheduleName::TwoLevel(None)),
+        ("heads", _) => Ok(ScheduleName::Heads(None)),
+        (_, Some((name @ ("two-level" | "heads"), node))) => {
+            let node = Some(positive(node).ok_or_else(error)?);
+            Ok(match name {
+                "heads" => ScheduleName::Heads(node),
+                _ => ScheduleName::TwoLevel(node),
+            })
+        }
+        (number, _) => {
+            let width = positive(number).ok_or_else(error)?;
+            Ok(ScheduleName::Width(width))
+        }
+    }
+}
+
+/// The ranks of a node, or what to write.
+fn in_node(name: &str, ranks: Option<usize>) -> Result<usize> {
+    match ranks {
+        Some(ranks) => Ok(ranks),
+        None => {
+            bail!("--schedule {name} needs the ranks of a node here; write {name}:8 for nodes of 8")
+        }
     }
 }
 
@@ -221,7 +259,7 @@ impl RingOptions {
     /// Applies the options to a builder, with `auto` decided for this machine. `most` is the
     /// largest ring that the command supports, and `reason` is why.
     pub fn apply(&self, builder: Builder, most: usize, reason: &str) -> Result<Builder> {
-        let builder = self.apply_given(builder, most, reason)?;
+        let builder = self.apply_given(builder, most, reason, None)?;
         match self.any_auto() {
             true => Ok(builder.auto(self.auto(Auto::here()?, most))),
             false => Ok(builder),
@@ -236,7 +274,8 @@ impl RingOptions {
         reason: &str,
         (machine, source): (Machine, MachineSource),
     ) -> Result<Builder> {
-        let builder = self.apply_given(builder, most, reason)?;
+        let node = Some(machine.ranks_per_node);
+        let builder = self.apply_given(builder, most, reason, node)?;
         if !self.any_auto() {
             return Ok(builder);
         }
@@ -259,8 +298,19 @@ impl RingOptions {
         }
     }
 
-    /// Applies the given options alone.
-    fn apply_given(&self, builder: Builder, most: usize, reason: &str) -> Result<Builder> {
+    /// Whether a schedule was given, or left to `auto`.
+    pub fn gives_schedule(&self) -> bool {
+        self.schedule.is_some()
+    }
+
+    /// Applies the given options alone, with `node` ranks in a node of a described machine.
+    fn apply_given(
+        &self,
+        builder: Builder,
+        most: usize,
+        reason: &str,
+        node: Option<usize>,
+    ) -> Result<Builder> {
         let cut = CutName::cut(&self.sharding);
         let given = self.most_ranks.is_some()
             || self.memory_per_rank.is_some()
@@ -279,7 +329,7 @@ impl RingOptions {
         if ranks > most {
             bail!("{ranks} ranks are too many: {reason}; use at most {most}");
         }
-        self.set(builder, ranks, cut)
+        self.set(builder, ranks, cut, node)
     }
 
     /// Applies the options to a builder whose ranks are the processes of an MPI job.
@@ -307,16 +357,32 @@ impl RingOptions {
                 firsts.len()
             );
         }
-        self.set(builder, processes, cut)
+        self.set(builder, processes, cut, None)
     }
 
-    fn set(&self, builder: Builder, ranks: usize, cut: Cut) -> Result<Builder> {
+    fn set(
+        &self,
+        builder: Builder,
+        ranks: usize,
+        cut: Cut,
+        node: Option<usize>,
+    ) -> Result<Builder> {
         let queries = Open::given(&self.queries).unwrap_or(Queries::Sharded);
         let redundancy = self.redundancy.unwrap_or(0);
-        let schedule = Schedule {
-            width: Open::given(&self.schedule).unwrap_or(Schedule::RING.width),
-            backward: Open::given(&self.rotate).unwrap_or(Schedule::RING.backward),
+        let schedule = match Open::given(&self.schedule) {
+            None => Schedule::RING,
+            Some(ScheduleName::Width(width)) => Schedule::RING.with_width(width),
+            Some(ScheduleName::TwoLevel(given)) => {
+                let node = in_node("two-level", given.or(node))?;
+                Schedule::RING.with_node(node)
+            }
+            Some(ScheduleName::Heads(given)) => {
+                let group = in_node("heads", given.or(node))?;
+                Schedule::RING.with_heads(group)
+            }
         };
+        let backward = Open::given(&self.rotate).unwrap_or(Schedule::RING.backward);
+        let schedule = schedule.with_backward(backward);
         let balance = match &self.sharding {
             Some(Open::Given(CutName::Balanced(balance))) => Some(*balance),
             _ => None,

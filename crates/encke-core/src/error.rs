@@ -324,6 +324,26 @@ pub enum Error {
     /// A schedule of width 0.
     #[error("a schedule of width 0 moves nothing; use 1 for a ring, or more")]
     NoWidth,
+    /// Heads divided among ranks, with something that does not go together.
+    #[error("a schedule that divides heads among {group} ranks has no {what}; {hint}")]
+    HeadsOption {
+        /// Ranks that divide the heads.
+        group: usize,
+        /// The option.
+        what: &'static str,
+        /// What to use instead.
+        hint: &'static str,
+    },
+    /// A schedule of two levels with something it does not do.
+    #[error("a schedule of two levels (nodes of {node} ranks) has no {what}; {hint}")]
+    NodeOption {
+        /// Ranks in a node.
+        node: usize,
+        /// The option.
+        what: &'static str,
+        /// What to use instead.
+        hint: &'static str,
+    },
     /// Redundancy with queries that rotate in the backward pass.
     #[error(
         "redundancy {redundancy} with queries that rotate in the backward pass is not supported: \

@@ -30,6 +30,8 @@ pub mod program;
 pub mod rank_kernel;
 pub mod report;
 pub mod row_check;
+pub mod scale;
+pub mod schedules;
 pub mod table;
 pub mod tensors;
 pub mod terminal;

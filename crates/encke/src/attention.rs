@@ -118,6 +118,7 @@ impl<K: Kernel> Attention<K> {
                 cut: (!auto.cut || !open).then(|| settings.cut.clone()),
                 queries: (!auto.queries || !open).then_some(settings.queries),
                 width: (!auto.width || !open).then_some(settings.schedule.width),
+                nodes: (!auto.width || !open).then_some(settings.schedule),
                 rotate: (!auto.rotate || !open).then_some(settings.schedule.backward),
                 redundancy: settings.redundancy,
                 memory_limit: auto.memory_limit,

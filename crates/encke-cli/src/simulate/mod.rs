@@ -6,6 +6,8 @@
 mod against;
 pub mod machine;
 mod options;
+mod scale;
+mod schedules;
 mod text;
 
 use std::time::Duration;
@@ -17,6 +19,7 @@ use encke_cost::{Machine, SimulatedRun, simulate};
 use encke_lab::Verdict;
 use encke_lab::chrome_trace::ChromeTrace;
 use encke_lab::output::OutputFile;
+use encke_lab::schedules::ScheduleTimes;
 use encke_lab::terminal::{say, spinner};
 use serde::Serialize;
 
@@ -32,6 +35,7 @@ struct SimulationRecord<'a> {
     machine: &'a Machine,
     forward: &'a SimulatedRun,
     backward: Option<&'a SimulatedRun>,
+    schedules: &'a [ScheduleTimes],
 }
 
 /// Runs the command.
@@ -42,6 +46,9 @@ pub fn run(options: &Options) -> Result<Verdict> {
     }
     if options.against.is_some() {
         return against::run(options);
+    }
+    if let Some(path) = &options.scale {
+        return scale::run(options, path);
     }
     let dtype = options.dtype(DType::Bf16);
     let machine = options.machine.machine(&options.sizes, dtype)?;
@@ -76,11 +83,16 @@ pub fn run(options: &Options) -> Result<Verdict> {
         false => None,
     };
     let plan = attention.plan(shape, dtype, Pass::Forward)?;
+    let schedules = match options.ring.gives_schedule() {
+        true => Vec::new(),
+        false => schedules::compare(plan.request(), &machine, options.grad)?,
+    };
     let record = SimulationRecord {
         request: plan.request(),
         machine: &machine,
         forward: &forward,
         backward: backward.as_ref(),
+        schedules: &schedules,
     };
     OutputFile::write_json(json, &record)?;
     if let Some(mut file) = trace_file {
@@ -88,12 +100,8 @@ pub fn run(options: &Options) -> Result<Verdict> {
         file.write(|to| trace.write(to))?;
         file.keep()?;
     }
-    say(&text::runs(
-        plan.request(),
-        &machine,
-        &forward,
-        backward.as_ref(),
-    ))?;
+    let text = text::runs(plan.request(), &machine, &forward, backward.as_ref());
+    say(&(text + &schedules::to_text(&schedules)))?;
     Ok(Verdict::Fine)
 }
 

@@ -27,6 +27,8 @@ Examples:
   encke simulate --against threads
       Rings of threads on this machine: predicted from measurements of the kernel alone, and
       measured.
+  encke simulate --scale scale.html
+      What a cluster of H200s would take: times, bytes and memory, and which schedule wins where.
   encke simulate --list
       Devices and links by name, with the source of every figure.
 
@@ -99,6 +101,17 @@ pub struct Options {
     /// Compare predictions with measurements instead: run rings here and predict each of them.
     #[arg(long, value_enum, value_name = "WHAT", help_heading = HEADING)]
     pub against: Option<Against>,
+
+    /// Write predictions for 8 to 1024 devices and 128k to 1G tokens, dense and LongNet, on the
+    /// described machine: a page (OUT.html) or a Markdown table (OUT.md).
+    #[arg(long, value_name = "OUT", conflicts_with_all = ["tokens", "against"],
+          help_heading = HEADING)]
+    pub scale: Option<PathBuf>,
+
+    /// With --scale, the largest number of devices.
+    #[arg(long, value_name = "P", value_parser = count, default_value = "1024",
+          help_heading = HEADING)]
+    pub scale_ranks: usize,
 
     /// How often each ring of --against runs; medians are compared.
     #[arg(

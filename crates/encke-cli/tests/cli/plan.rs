@@ -69,6 +69,9 @@ fn schedules_are_planned_and_compared() {
             "forwarded towards higher ranks in batches of 4, 2 rounds",
         ),
         ("gather", "sent directly to every reader, in 1 round"),
+        ("two-level:4", "rotate inside 2 nodes of 4"),
+        ("two-level --node 4", "rotate inside 2 nodes of 4"),
+        ("heads:4", "groups of 4 ranks exchange heads"),
     ] {
         let plan = folder.succeeds(&format!("{sizes} --schedule {schedule}"));
         assert!(plan.contains(words), "{plan}");
@@ -94,6 +97,14 @@ fn schedules_are_planned_and_compared() {
         &format!("{sizes} --schedule 0"),
         &["ring, gather", "or auto"],
     );
+    for (schedule, words) in [
+        ("two-level", "two-level:8"),
+        ("heads", "heads:8"),
+        ("two-level:0", "two-level:G"),
+        ("heads:3", "divides the number of ranks"),
+    ] {
+        folder.refuses(&format!("{sizes} --schedule {schedule}"), &[words]);
+    }
     folder.refuses(
         &format!("{sizes} --rotate values"),
         &["keys or queries", "or auto"],

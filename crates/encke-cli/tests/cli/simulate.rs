@@ -176,3 +176,78 @@ fn wrong_names_and_values_are_refused() {
         assert!(list.contains(part), "{list}");
     }
 }
+
+#[test]
+fn schedules_are_compared_where_ranks_lie_in_several_nodes() {
+    let folder = CommandFolder::new();
+    let sizes = "simulate --tokens 256k --heads 32 --kv-heads 32 --ranks 32 --node 8 \
+                 --link nvlink,ib400 --causal --sharding zigzag";
+    let output = folder.succeeds(&format!("{sizes} --grad --json run.json"));
+    for part in [
+        "Schedules",
+        "between nodes",
+        "buffers of a rank",
+        "fastest: ",
+    ] {
+        assert!(output.contains(part), "{output}");
+    }
+    let run = json(&folder, "run.json");
+    let schedules = run["schedules"].as_array().unwrap();
+    let names: Vec<&str> = schedules
+        .iter()
+        .map(|of| of["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, ["ring", "two-level", "heads x sequence"]);
+    let number = |of: &Value, key: &str| of[key].as_f64().unwrap();
+    let [ring, two, heads] = [0, 1, 2].map(|index| &schedules[index]);
+    // Every rank's card carries an eighth of what the busiest one does in a ring.
+    assert!(number(two, "busiest_port_s") < number(ring, "busiest_port_s") / 3.0);
+    assert!(number(heads, "busiest_port_s") < number(ring, "busiest_port_s") / 3.0);
+    assert!(number(two, "forward_s") < number(ring, "forward_s"));
+    // The ring of the run is the ring of the table.
+    assert_eq!(
+        number(ring, "forward_s"),
+        number(&run["forward"], "seconds")
+    );
+    // Each schedule alone has the time of its row.
+    for (of, name) in [(two, "two-level"), (heads, "heads")] {
+        folder.succeeds(&format!("{sizes} --schedule {name} --json alone.json"));
+        let alone = json(&folder, "alone.json");
+        assert_eq!(
+            number(of, "forward_s"),
+            number(&alone["forward"], "seconds")
+        );
+        assert!(alone["schedules"].as_array().unwrap().is_empty());
+    }
+    let one_node = folder.succeeds("simulate --tokens 64k --ranks 8 --causal");
+    assert!(!one_node.contains("Schedules"), "{one_node}");
+}
+
+#[test]
+fn auto_takes_the_schedule_that_suits_the_nodes() {
+    let folder = CommandFolder::new();
+    let explained = folder.succeeds(
+        "plan --tokens 128k --heads 32 --dim 128 --dtype bf16 --causal --explain --ranks 32 \
+         --sharding zigzag --rotate keys --node 8 --link nvlink,ib200",
+    );
+    let chosen = explained.lines().find(|line| line.starts_with("Chosen:"));
+    let chosen = chosen.unwrap_or_else(|| panic!("{explained}"));
+    let suits = chosen.contains("two levels (nodes of 8)") || chosen.contains("heads among 8");
+    assert!(suits, "{explained}");
+}
+
+#[test]
+fn predicted_scale_is_written_as_a_page_or_a_table() {
+    let folder = CommandFolder::new();
+    folder.succeeds("simulate --scale scale.md --scale-ranks 8");
+    let text = std::fs::read_to_string(folder.join("scale.md")).unwrap();
+    for part in [
+        "# Predicted scale",
+        "Predicted, not measured",
+        "| 128k | 8 |",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+    folder.refuses("simulate --scale scale.txt", &["ends with .html or .md"]);
+    folder.refuses("simulate --scale s.md --scale-ranks 4", &["smallest has 8"]);
+}

@@ -179,8 +179,43 @@ impl Configuration {
         // configuration.
         let width = random.pick(&[1, 1, 2, 3, usize::MAX]);
         let backward = random.pick(&[Rotating::Keys, Rotating::Queries]);
-        request.schedule = Schedule { width, backward };
+        request.schedule = Schedule {
+            width,
+            backward,
+            ..Schedule::RING
+        };
         Configuration { request, seed }
+    }
+
+    /// This configuration with heads divided among as many ranks as its key heads and its ring
+    /// allow, sharded queries, and neither stripes nor dropout.
+    pub fn with_heads_divided(mut self) -> Configuration {
+        let request = &mut self.request;
+        let (ranks, most) = (request.sharding.ranks(), request.shape.kv_heads);
+        let group = (1..=most).rev().find(|group| ranks.is_multiple_of(*group));
+        if let Cut::Striped = request.sharding.cut() {
+            request.sharding = Sharding::contiguous(ranks).expect("ranks are positive");
+        }
+        request.queries = Queries::Sharded;
+        request.redundancy = 0;
+        request.dropout = None;
+        let schedule = request.schedule.with_width(1);
+        request.schedule = schedule.with_heads(group.unwrap_or(1));
+        self
+    }
+
+    /// This configuration with sharded queries and a schedule of two levels, in nodes of 2 to 5
+    /// ranks.
+    pub fn in_nodes(mut self) -> Configuration {
+        let mut random = Random::new(self.seed ^ 0x0dd5);
+        let request = &mut self.request;
+        request.queries = Queries::Sharded;
+        request.redundancy = 0;
+        request.schedule = request
+            .schedule
+            .with_width(1)
+            .with_node(2 + random.below(4));
+        self
     }
 }
 

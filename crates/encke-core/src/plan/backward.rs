@@ -10,6 +10,7 @@ use super::reduce::{DKV, DQ, ReducePath};
 use super::request::Queries;
 use super::rings::Rotating;
 use super::rotation::RotatingTensor;
+use super::schedule::Schedule;
 use super::topology::Plan;
 use super::width::Width;
 use crate::job::Job;
@@ -191,8 +192,8 @@ pub(super) fn rotating_keys(
         0 => ReducePath::Ring,
         _ => ReducePath::Direct,
     };
-    let width = progress.map_or(plan.request.schedule.width, |_| 1);
-    for position in b.positions(width) {
+    let schedule = progress.map_or(plan.request.schedule, |_| Schedule::RING);
+    for position in b.positions(schedule) {
         let (kv, dkv, rows) = ([own.k, own.v], [own.dk, own.dv], b.own(Width::Key));
         let (rotation, reduction) = match progress {
             None => (
@@ -242,7 +243,7 @@ fn discard_buffers(
     (to_queries, to_keys): (impl Fn(RingPair) -> bool, impl Fn(RingPair) -> bool),
 ) -> [BufferId; 3] {
     let (plan, sum) = (b.plan, b.plan.request.dtype.sum());
-    let positions = b.positions(1);
+    let positions = b.positions(Schedule::RING);
     let pairs = || {
         let incoming = positions.iter().flat_map(|position| position.incoming());
         incoming.map(|(pair, parcel)| (to_queries(pair), to_keys(pair), parcel))
@@ -270,7 +271,7 @@ fn rotating_queries(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     b.local_jobs(at, |job| own.task(job));
     let tensors = own.rotating_queries(plan);
     let component = Component::TravellingGradients;
-    for position in b.positions(plan.request.schedule.width) {
+    for position in b.positions(plan.request.schedule) {
         let rotation = b.rotate(position, Component::TravellingQueries, &tensors);
         let dq = (&[own.dq][..], b.own(Width::Query));
         let reduction = b.reduce(position, component, &DQ, dq, ReducePath::Ring);
@@ -304,7 +305,7 @@ fn replicated(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     };
     b.local_jobs(at, |job| own.task(job));
     let component = Component::TravellingGradients;
-    for position in b.positions(plan.request.schedule.width) {
+    for position in b.positions(plan.request.schedule) {
         let dq = (&[own.dq][..], b.own(Width::Query));
         let reduction = b.reduce(position, component, &DQ, dq, ReducePath::Ring);
         b.jobs_with_queries(position, true, |slot, job| {

@@ -137,6 +137,9 @@ impl<'a> RingPosition<'a> {
 
     /// The batches this member computes with.
     pub fn needed_batches(self) -> Vec<ParcelBatch<'a>> {
+        if let Some(nodes) = self.nodes {
+            return self.node_batches(nodes);
+        }
         let mut batches = self.batches();
         batches.retain(ParcelBatch::is_needed);
         batches

@@ -9,6 +9,7 @@ use super::program::{
     BufferId, BufferPlan, CarryIds, Component, Fill, Message, Port, RankPlan, Role, Round, Task,
 };
 use super::rings::Parcel;
+use super::schedule::Schedule;
 use super::topology::Plan;
 use super::width::Width;
 use crate::dtype::DType;
@@ -212,9 +213,10 @@ impl<'a> ProgramBuilder<'a> {
         }
     }
 
-    /// This rank's positions in its rings, for rounds of `width` distances.
-    pub fn positions(&self, width: usize) -> Vec<RingPosition<'a>> {
-        let plan = self.plan;
+    /// This rank's positions in its rings, with the plan's schedule or with another. A schedule of
+    /// two levels is the plan's own.
+    pub fn positions(&self, schedule: Schedule) -> Vec<RingPosition<'a>> {
+        let (plan, width) = (self.plan, schedule.width);
         let position = |&(index, member): &(usize, usize)| {
             let ring = &plan.rings[index];
             RingPosition {
@@ -222,6 +224,7 @@ impl<'a> ProgramBuilder<'a> {
                 ring,
                 member,
                 width: ring.width(width),
+                nodes: (schedule.node > 1).then(|| plan.node_ring(index)).flatten(),
                 tags: (plan.rings.len() + 1) * TAGS,
             }
         };

@@ -30,7 +30,7 @@ pub enum Component {
     Gradients,
     /// Gradients of other ranks, being reduced.
     TravellingGradients,
-    /// Finished rows in an all-gather (replicated queries).
+    /// Rows in an all-gather (replicated queries) or in an exchange of heads.
     Sharing,
     /// Inputs of another rank, held so that its tokens can be adopted when it dies.
     Replica,

@@ -11,6 +11,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::membership::{Agreement, Epoch, RankProgress};
+use super::nodes::NodeLayout;
 use super::program::{Component, RankPlan};
 use super::request::{Pass, Queries, Request};
 use super::rings::Rotating;
@@ -72,6 +73,8 @@ pub struct RingSummary {
     pub width: usize,
     /// The number of rounds until every parcel has reached all its readers.
     pub rounds: usize,
+    /// How its ranks lie in nodes.
+    pub layout: NodeLayout,
 }
 
 /// Work, traffic and memory of one rank.
@@ -124,15 +127,29 @@ impl Plan {
             .filter(|rank| all <= RESOLVED || *rank < edge || *rank >= all - edge)
             .map(|rank| Ok(RankSummary::new(&self.rank(rank)?)))
             .collect::<Result<Vec<RankSummary>>>()?;
-        let rings = self.rings.iter().map(|ring| {
+        let group = request.schedule.heads;
+        let plans = self.shares.iter().map(|share| &share.plan).enumerate();
+        let whole = self.shares.is_empty().then_some((0, self));
+        let all = whole.into_iter().chain(plans).flat_map(|(index, plan)| {
+            let rings = plan.rings.iter().zip(&plan.layouts);
+            rings.map(move |(ring, layout)| (index, ring, layout))
+        });
+        let rings = all.map(|(index, ring, layout)| {
             let width = ring.width(request.schedule.width);
             RingSummary {
-                members: ring.members.clone(),
+                layout: *layout,
+                members: (ring.members.iter())
+                    .map(|member| member * group + index)
+                    .collect(),
                 rising: ring.rising,
                 parcels: ring.parcels.iter().flatten().count(),
                 hops: ring.max_distance(),
                 width,
-                rounds: ring.rounds(width),
+                rounds: match layout.node_ring() {
+                    None => ring.rounds(width),
+                    // Round 0 is the rank's own parcel.
+                    Some(nodes) => nodes.turns(ring) * nodes.members - 1,
+                },
             }
         });
         let (n, positions) = (shape.tokens as u128, request.positions());
@@ -352,6 +369,13 @@ impl Explanation {
 
     fn write_rings(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "\nRings")?;
+        if let group @ 2.. = self.request.schedule.heads {
+            writeln!(
+                f,
+                "  groups of {group} ranks exchange heads, before the rings and after: each rank \
+                 has all tokens of its group for its share of the heads"
+            )?;
+        }
         if self.rings.is_empty() {
             return writeln!(f, "  none: every segment is within one rank's tokens");
         }
@@ -361,13 +385,22 @@ impl Explanation {
                 true => "towards higher ranks",
                 false => "towards lower ranks",
             };
-            let how = match (ring.width, ring.rounds) {
-                (1, _) => format!("forwarded {way}, at most {} hops", ring.hops),
-                (_, 1) => "sent directly to every reader, in 1 round".to_string(),
-                (width, rounds) => {
+            let how = match (ring.layout, (ring.width, ring.rounds)) {
+                (NodeLayout::TwoLevels(nodes), _) => {
+                    let (count, members) = (nodes.nodes, nodes.members);
+                    format!(
+                        "rotate inside {count} nodes of {members}, and cross to the next node \
+                         in {members} pieces during each turn"
+                    )
+                }
+                (_, (1, _)) => format!("forwarded {way}, at most {} hops", ring.hops),
+                (_, (_, 1)) => "sent directly to every reader, in 1 round".to_string(),
+                (_, (width, rounds)) => {
                     format!("forwarded {way} in batches of {width}, {rounds} rounds")
                 }
             };
+            let why = ring.layout.reason();
+            let why = why.map_or(String::new(), |why| format!(" ({why})"));
             let (members, parcels) = (ranges(&ring.members), ring.parcels);
             let rotating = match (self.request.queries, self.request.rotating()) {
                 (Queries::Sharded, Rotating::Queries) => " of queries",
@@ -375,7 +408,7 @@ impl Explanation {
             };
             writeln!(
                 f,
-                "  ring of ranks {members}: {parcels} parcels{rotating}, {how}"
+                "  ring of ranks {members}: {parcels} parcels{rotating}, {how}{why}"
             )?;
         }
         match self.rings.len().saturating_sub(SHOWN) {

@@ -7,6 +7,7 @@ use super::program::{BufferId, CarryIds, Component, Fill, RankPlan, Role, Task};
 use super::progress::ShardProgress;
 use super::reduce::{CARRY, ReducePath};
 use super::request::Queries;
+use super::schedule::Schedule;
 use super::topology::Plan;
 use super::width::Width;
 
@@ -112,8 +113,8 @@ pub(super) fn sharded(plan: &Plan, rank: usize, progress: Option<&[ShardProgress
         b.local_jobs(at, |job| forward(job, k, v));
     }
     // A continuation takes one distance per round.
-    let width = progress.map_or(plan.request.schedule.width, |_| 1);
-    for position in b.positions(width) {
+    let schedule = progress.map_or(plan.request.schedule, |_| Schedule::RING);
+    for position in b.positions(schedule) {
         let wanted = |of: RingPair| progress.is_none_or(|progress| of.is_new_to_queries(progress));
         let rotation = match progress {
             None => b.rotate(position, Component::TravellingKv, &b.keys([k, v])),
@@ -168,7 +169,7 @@ fn replicated(plan: &Plan, rank: usize) -> RankPlan {
     };
     b.local_jobs(at, |job| forward(job, carry));
     let component = Component::TravellingCarry;
-    for position in b.positions(request.schedule.width) {
+    for position in b.positions(request.schedule) {
         let into = [carry.acc, carry.m, carry.l];
         let own = b.own(Width::Cell);
         let reduction = b.reduce(position, component, &CARRY, (&into, own), ReducePath::Ring);

@@ -111,7 +111,7 @@ impl Plan {
         self.packed_with(at, section, width, heads)
     }
 
-    fn packed_with(
+    pub(super) fn packed_with(
         &self,
         at: PackedLocation,
         section: &Section,

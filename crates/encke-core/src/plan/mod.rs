@@ -17,10 +17,13 @@ mod direct;
 pub mod explain;
 mod forward;
 mod fuse_softmax;
+mod head_shares;
 mod jobs;
 mod layout;
 pub mod membership;
+pub mod nodes;
 mod packed;
+mod pieces;
 mod position;
 pub mod program;
 pub mod progress;
@@ -35,6 +38,7 @@ mod tile_gradients;
 mod tile_order;
 mod topology;
 mod traffic;
+mod two_level;
 mod width;
 mod work;
 
@@ -54,6 +58,9 @@ impl Plan {
                 rank,
                 ranks: self.ranks(),
             });
+        }
+        if !self.shares.is_empty() {
+            return head_shares::program(self, rank);
         }
         if self.request.bits.tile().is_some() {
             return Ok(tile_order::program(self, rank, true));

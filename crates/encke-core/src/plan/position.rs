@@ -1,5 +1,6 @@
 //! A rank's position in a ring: its neighbours, the parcels it gets, and the tags of its messages.
 
+use super::nodes::NodeRing;
 use super::progress::ShardProgress;
 use super::rings::{Parcel, Ring};
 use crate::transport::Address;
@@ -25,6 +26,8 @@ pub(super) struct RingPosition<'a> {
     pub member: usize,
     /// How many distances a round takes.
     pub width: usize,
+    /// The nodes of the ring, where parcels move in two levels.
+    pub nodes: Option<NodeRing>,
     /// The number of tags of all rings together.
     pub tags: usize,
 }

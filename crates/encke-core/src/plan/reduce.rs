@@ -136,6 +136,9 @@ impl<'a> ProgramBuilder<'a> {
         (own, at): (&[BufferId], Resident),
         path: ReducePath,
     ) -> Reduction {
+        if let Some(nodes) = position.nodes {
+            return self.reduce_in_nodes(position, nodes, component, tensors, (own, at));
+        }
         let mut batches = position.needed_batches();
         let parcel = position.own_parcel();
         let ends: Option<Vec<usize>> = match path {

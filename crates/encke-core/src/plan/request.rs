@@ -118,6 +118,22 @@ impl Request {
         })
     }
 
+    /// The schedule that divides heads among as many ranks of a node of `node` ranks as possible;
+    /// None if this request cannot have one.
+    pub fn dividing_heads(&self, node: usize) -> Option<Schedule> {
+        let ring = Schedule::RING.with_backward(self.schedule.backward);
+        let most = node.min(self.shape.kv_heads);
+        let groups = (2..=most).rev().filter(|group| node.is_multiple_of(*group));
+        let mut schedules = groups.map(|group| ring.with_heads(group));
+        schedules.find(|&schedule| {
+            let request = Request {
+                schedule,
+                ..self.clone()
+            };
+            request.check_heads().is_ok()
+        })
+    }
+
     /// The softmax scale in effect.
     pub fn scale(&self) -> f64 {
         self.scale.unwrap_or_else(|| self.shape.default_scale())
@@ -214,7 +230,96 @@ impl Request {
         if redundancy > 0 && self.schedule.backward == Rotating::Queries {
             return Err(Error::RedundantRotation { redundancy });
         }
+        self.check_nodes()?;
+        self.check_heads()?;
         self.check_bits()
+    }
+
+    /// Refuses what a schedule of two levels does not do.
+    fn check_nodes(&self) -> Result<()> {
+        let node = self.schedule.node;
+        let refusals = [
+            (
+                self.queries == Queries::Replicated,
+                "replicated queries",
+                "shard the queries",
+            ),
+            (
+                self.schedule.width > 1,
+                "rounds of several distances",
+                "use a width of 1",
+            ),
+            (
+                self.redundancy > 0,
+                "redundancy",
+                "use a schedule of one level to survive deaths",
+            ),
+            (
+                self.bits.tile().is_some(),
+                "bits that do not depend on the ring",
+                "use a schedule of one level",
+            ),
+        ];
+        match refusals.into_iter().find(|(refused, ..)| *refused) {
+            _ if node == 0 => Err(Error::Zero {
+                what: "the number of ranks in a node",
+            }),
+            Some((_, what, hint)) if node > 1 => Err(Error::NodeOption { node, what, hint }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses what ranks that divide heads do not do.
+    fn check_heads(&self) -> Result<()> {
+        let (group, ranks) = (self.schedule.heads, self.sharding.ranks());
+        let Schedule { width, node, .. } = self.schedule;
+        let one_level = "use a schedule of one level and one distance";
+        let refusals = [
+            (
+                self.queries == Queries::Replicated,
+                "replicated queries",
+                "shard the queries",
+            ),
+            (width > 1, "rounds of several distances", one_level),
+            (node > 1, "rings of two levels", one_level),
+            (
+                self.redundancy > 0,
+                "redundancy",
+                "use a ring to survive deaths",
+            ),
+            (
+                self.bits.tile().is_some(),
+                "bits that do not depend on the ring",
+                "use a ring",
+            ),
+            (
+                self.dropout.is_some(),
+                "dropout, whose coins are of whole calls",
+                "use a ring",
+            ),
+            (
+                matches!(self.sharding.cut(), Cut::Striped),
+                "striped shards",
+                "cut contiguous or zigzag",
+            ),
+            (
+                group > 1 && !ranks.is_multiple_of(group),
+                "groups that the ranks do not fill",
+                "use a group size that divides the number of ranks",
+            ),
+            (
+                self.shape.kv_heads < group,
+                "groups of more ranks than key heads",
+                "use smaller groups",
+            ),
+        ];
+        match refusals.into_iter().find(|(refused, ..)| *refused) {
+            _ if group == 0 => Err(Error::Zero {
+                what: "the number of ranks that divide the heads",
+            }),
+            Some((_, what, hint)) if group > 1 => Err(Error::HeadsOption { group, what, hint }),
+            _ => Ok(()),
+        }
     }
 
     /// Refuses what has no order of sums that is the same on every ring.

@@ -88,6 +88,9 @@ impl<'a> ProgramBuilder<'a> {
         component: Component,
         tensors: &[RotatingTensor],
     ) -> Rotation {
+        if let Some(nodes) = position.nodes {
+            return self.rotate_in_nodes(position, nodes, component, tensors);
+        }
         let batches = position.batches();
         let specs = tensors.iter().map(|t| (t.name, t.dtype, t.width));
         let first_round: Vec<_> = batches.iter().filter(|of| of.slot.round == 1).collect();

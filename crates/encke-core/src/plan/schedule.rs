@@ -18,6 +18,14 @@ pub struct Schedule {
     /// What rotates in a backward pass with sharded queries: keys and values, followed by dk and
     /// dv, or queries with dout, lse and delta, followed by dq.
     pub backward: Rotating,
+    /// Ranks of a node, for rings in two levels: parcels rotate inside each node, and every node's
+    /// parcels move to the next node once, in pieces, during a whole turn inside the nodes. 1: one
+    /// level. Ranks are assigned to nodes in order.
+    pub node: usize,
+    /// Ranks of a group that divide the heads among them: they exchange heads first (an
+    /// all-to-all), and rings then pass from group to group. 1: every rank has all heads. Ranks are
+    /// assigned to groups in order.
+    pub heads: usize,
 }
 
 impl Schedule {
@@ -25,6 +33,8 @@ impl Schedule {
     pub const RING: Schedule = Schedule {
         width: 1,
         backward: Rotating::Keys,
+        node: 1,
+        heads: 1,
     };
 
     /// All parcels at once.
@@ -43,6 +53,18 @@ impl Schedule {
     #[must_use]
     pub fn with_backward(self, backward: Rotating) -> Schedule {
         Schedule { backward, ..self }
+    }
+
+    /// This schedule in two levels, with `node` ranks in a node.
+    #[must_use]
+    pub fn with_node(self, node: usize) -> Schedule {
+        Schedule { node, ..self }
+    }
+
+    /// This schedule with heads divided among `heads` ranks.
+    #[must_use]
+    pub fn with_heads(self, heads: usize) -> Schedule {
+        Schedule { heads, ..self }
     }
 
     /// This schedule with another width.

@@ -5,6 +5,8 @@
 
 use std::sync::{Arc, OnceLock};
 
+use super::head_shares::{self, HeadShare};
+use super::nodes::{NodeLayout, NodeRing};
 use super::program::{RankPlan, Role};
 use super::request::{Pass, Request};
 use super::rings::{self, Ring};
@@ -26,6 +28,10 @@ pub struct Plan {
     /// The groups of ranks of each lane.
     pub(super) groups: Vec<Vec<Group>>,
     pub(super) rings: Vec<Ring>,
+    /// How each ring lies in nodes.
+    pub(super) layouts: Vec<NodeLayout>,
+    /// The shares of the heads, where ranks of a group divide them.
+    pub(super) shares: Vec<HeadShare>,
     /// (lane, group) of each rank.
     pub(super) groups_of: Vec<Vec<(usize, usize)>>,
     /// (ring, member index) of each rank.
@@ -38,10 +44,20 @@ impl Plan {
     /// Checks the request and finds its rings.
     pub fn new(request: Request) -> Result<Plan> {
         request.check()?;
+        let lanes = request.pattern.lanes(&request.shape);
+        let slots = request.pattern.slots(request.shape.heads).len();
+        let shares = head_shares::shares(&request, &lanes)?;
+        Ok(Plan {
+            shares,
+            ..Plan::with_lanes(request, lanes, slots)
+        })
+    }
+
+    /// The plan of a request that was checked, with these of its lanes.
+    pub(super) fn with_lanes(request: Request, lanes: Vec<Lane>, slots: usize) -> Plan {
         let ranks = request.sharding.ranks();
         let shards = Shards::new(&request.sharding, request.shape.tokens, &request.pattern)
             .with_queries(request.positions());
-        let lanes = request.pattern.lanes(&request.shape);
         let groups: Vec<Vec<Group>> = lanes.iter().map(|lane| shards.groups(lane)).collect();
         let pattern = &request.pattern;
         let rings = rings::rings(&shards, &lanes, &groups, pattern, request.rotating());
@@ -60,12 +76,15 @@ impl Plan {
                 rings_of[rank].push((index, member));
             }
         }
-        Ok(Plan {
+        let layout = |ring: &Ring| NodeLayout::new(ring, request.schedule.node);
+        Plan {
+            layouts: rings.iter().map(layout).collect(),
             heads: lanes
                 .iter()
                 .map(|lane| HeadAddresses::new(lane, &request.shape))
                 .collect(),
-            slots: request.pattern.slots(request.shape.heads).len(),
+            slots,
+            shares: Vec::new(),
             request,
             shards,
             lanes,
@@ -74,7 +93,7 @@ impl Plan {
             groups_of,
             rings_of,
             programs: vec![OnceLock::new(); ranks],
-        })
+        }
     }
 
     /// The request.
@@ -100,6 +119,16 @@ impl Plan {
     /// The rings in which parcels rotate.
     pub fn rings(&self) -> &[Ring] {
         &self.rings
+    }
+
+    /// How the members of each ring lie in nodes, in the order of [`Plan::rings`].
+    pub fn layouts(&self) -> &[NodeLayout] {
+        &self.layouts
+    }
+
+    /// The nodes of a ring, where its parcels move in two levels.
+    pub(super) fn node_ring(&self, ring: usize) -> Option<NodeRing> {
+        self.layouts[ring].node_ring()
     }
 
     /// Which rank owns which tokens.

@@ -11,22 +11,34 @@ impl Plan {
     /// Bytes that all ranks send.
     pub(super) fn sent_bytes(&self) -> usize {
         let request = &self.request;
-        if !request.bits.is_planned() {
+        if !request.bits.is_planned() || !self.shares.is_empty() {
             let programs = (0..self.ranks()).filter_map(|rank| self.program(rank).ok());
             return programs
                 .map(|of| of.sent_bytes().values().sum::<usize>())
                 .sum();
         }
         let (stored, sum) = (request.dtype.bytes(), request.dtype.sum().bytes());
+        // Each parcel, how often it is sent, and how often sums for it are.
         let parcels = || {
-            self.rings.iter().flat_map(|ring| {
+            self.rings.iter().enumerate().flat_map(|(index, ring)| {
                 let width = ring.width(request.schedule.width);
-                let parcels = ring.parcels.iter().flatten();
-                parcels.map(move |parcel| (parcel, width))
+                let parcels = ring.parcels.iter().enumerate();
+                parcels.filter_map(move |(owner, parcel)| {
+                    let parcel = parcel.as_ref()?;
+                    let (hops, sums) = match self.node_ring(index) {
+                        None => (parcel.hops(width), parcel.last - parcel.first + 1),
+                        Some(nodes) => {
+                            let (inside, between) = nodes.hops(owner, parcel);
+                            let (passed, home) = nodes.sums(owner, parcel);
+                            (inside + between, passed + home)
+                        }
+                    };
+                    Some((parcel, hops, sums))
+                })
             })
         };
         let rotated = |bytes: &dyn Fn(&Parcel) -> usize| -> usize {
-            let each = parcels().map(|(parcel, width)| bytes(parcel) * parcel.hops(width));
+            let each = parcels().map(|(parcel, hops, _)| bytes(parcel) * hops);
             each.sum()
         };
         let keys = |parcel: &Parcel| {
@@ -40,10 +52,10 @@ impl Plan {
             bytes.sum()
         };
         let reduced = |tensors: &[ReducedTensor]| -> usize {
-            let of = |(parcel, _): (&Parcel, usize)| {
+            let of = |(parcel, _, sums): (&Parcel, usize, usize)| {
                 let tensors = tensors.iter();
                 let elements = tensors.map(|t| self.parcel_elements(parcel, t.width));
-                elements.sum::<usize>() * (parcel.last - parcel.first + 1)
+                elements.sum::<usize>() * sums
             };
             parcels().map(of).sum::<usize>() * sum
         };

@@ -43,7 +43,8 @@ fn requests() -> impl Strategy<Value = Request> {
     let queries = prop::sample::select(vec![Queries::Sharded, Queries::Replicated]);
     let widths = prop::sample::select(vec![1, 2, 3, usize::MAX]);
     let rotating = prop::sample::select(vec![Rotating::Keys, Rotating::Queries]);
-    let schedules = (widths, rotating).prop_map(|(width, backward)| Schedule { width, backward });
+    let schedules = (widths, rotating)
+        .prop_map(|(width, backward)| Schedule::RING.with_width(width).with_backward(backward));
     let kinds = (cuts, passes, queries, schedules);
     (1usize..80, 1usize..9, patterns(), kinds).prop_map(
         |(tokens, ranks, pattern, (cut, pass, queries, schedule))| Request {

@@ -43,6 +43,12 @@ pub(super) fn check(request: &Request) -> Result<(), StreamError> {
             hint: "its memory does not shrink with the number of ranks; shard the queries",
         });
     }
+    if request.schedule.heads > 1 {
+        return Err(StreamError::Unsupported {
+            what: "a call whose ranks divide the heads",
+            hint: "they exchange heads before they compute; let every rank have all heads",
+        });
+    }
     let alone = request.sharding.ranks() == 1 || request.pass == Pass::Forward;
     let invariant = !request.bits.is_planned();
     if request.schedule.backward == Rotating::Queries && !alone && !invariant {

@@ -3,6 +3,7 @@
 mod bits;
 mod cache;
 mod calls;
+mod divided_heads;
 mod instrumented;
 mod masks;
 mod plan;
@@ -14,3 +15,4 @@ mod shard;
 mod support;
 mod survival;
 mod transport;
+mod two_level;

@@ -26,10 +26,22 @@ fn passes(case: &Configuration) -> [Request; 2] {
     })
 }
 
-/// Both passes of a seed's configuration, plain and with a mask.
-fn both_passes(seed: u64) -> impl Iterator<Item = Request> {
+/// A seed's configuration, plain and with a mask, each with its own schedule, and in two
+/// levels or with heads divided.
+fn cases(seed: u64) -> impl Iterator<Item = Configuration> {
     let cases = [Configuration::random(seed), Configuration::masked(seed)];
-    cases.into_iter().flat_map(|case| passes(&case))
+    cases.into_iter().flat_map(move |case| {
+        let other = match seed % 2 {
+            0 => case.clone().in_nodes(),
+            _ => case.clone().with_heads_divided(),
+        };
+        [other, case]
+    })
+}
+
+/// Both passes of these.
+fn both_passes(seed: u64) -> impl Iterator<Item = Request> {
+    cases(seed).flat_map(|case| passes(&case))
 }
 
 proptest! {
@@ -160,7 +172,7 @@ proptest! {
     /// pair.
     #[test]
     fn every_pair_is_computed_once_for_each_branch(seed in any::<u64>()) {
-        for case in [Configuration::random(seed), Configuration::masked(seed)] {
+        for case in cases(seed) {
             let shape = Shape { dim: 1, value_dim: 1, ..case.request.shape };
             let case = Configuration { request: Request { shape, ..case.request }, seed };
             for request in passes(&case) {

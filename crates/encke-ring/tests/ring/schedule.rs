@@ -26,7 +26,10 @@ fn with_width(request: &Request, width: usize) -> Request {
 }
 
 fn schedules() -> impl Iterator<Item = Schedule> {
-    let with = |width| FREIGHTS.map(|backward| Schedule { width, backward });
+    let with = |width| {
+        let ring = Schedule::RING.with_width(width);
+        FREIGHTS.map(|backward| ring.with_backward(backward))
+    };
     WIDTHS.into_iter().flat_map(with)
 }
 

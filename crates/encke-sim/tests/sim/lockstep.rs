@@ -58,6 +58,9 @@ proptest! {
         let configuration = Configuration::any(seed);
         check_same(&ring, &configuration).map_err(TestCaseError::fail)?;
         check_same(&ring, &with_slots(&configuration)).map_err(TestCaseError::fail)?;
+        let divided = configuration.clone().with_heads_divided();
+        check_same(&ring, &divided).map_err(TestCaseError::fail)?;
+        check_same(&ring, &configuration.in_nodes()).map_err(TestCaseError::fail)?;
     }
 }
 

@@ -48,6 +48,9 @@ pub struct Constraints {
     pub queries: Option<Queries>,
     /// How many ring distances a round covers; see [`Schedule`].
     pub width: Option<usize>,
+    /// Two levels, divided heads, or neither, as in this [`Schedule`]; the other settings of it
+    /// are not used.
+    pub nodes: Option<Schedule>,
     /// What rotates in the backward pass; see [`Schedule`].
     pub rotate: Option<Rotating>,
     /// What the forward pass saves for the backward pass.
@@ -74,6 +77,7 @@ impl Constraints {
             cut: None,
             queries: Some(Queries::Sharded),
             width: None,
+            nodes: None,
             rotate: None,
             checkpoint: None,
             redundancy: 0,
@@ -108,8 +112,9 @@ impl Constraints {
         sizes
     }
 
-    /// The requests of all alternatives, the simplest first.
-    pub(super) fn requests(&self) -> Result<Vec<Request>, CostError> {
+    /// The requests of all alternatives on a machine with `node` ranks in a node, the simplest
+    /// first.
+    pub(super) fn requests(&self, node: usize) -> Result<Vec<Request>, CostError> {
         let mut requests = Vec::new();
         for ranks in self.sizes() {
             let cuts = match &self.cut {
@@ -139,11 +144,14 @@ impl Constraints {
                     ..Request::new(self.shape, self.pattern.clone(), sharding, self.dtype)
                 };
                 for &queries in &queries {
-                    let schedules = self.schedules(ranks, queries).into_iter();
-                    requests.extend(schedules.map(|schedule| Request {
+                    let of_queries = Request {
                         queries,
-                        schedule,
                         ..basis.clone()
+                    };
+                    let schedules = self.schedules(&of_queries, node).into_iter();
+                    requests.extend(schedules.map(|schedule| Request {
+                        schedule,
+                        ..of_queries.clone()
                     }));
                 }
             }
@@ -151,9 +159,11 @@ impl Constraints {
         Ok(requests)
     }
 
-    /// The schedules tried: widths 1, 2, 4 and all distances at once, each with keys and with
-    /// queries rotating in the backward pass.
-    fn schedules(&self, ranks: usize, queries: Queries) -> Vec<Schedule> {
+    /// The schedules tried: widths 1, 2, 4 and all distances at once, and where ranks are in
+    /// several nodes two levels and heads x sequence, each with keys and with queries rotating in
+    /// the backward pass.
+    fn schedules(&self, request: &Request, node: usize) -> Vec<Schedule> {
+        let (ranks, queries) = (request.sharding.ranks(), request.queries);
         let most = ranks.saturating_sub(1).max(1);
         let widths = match self.width {
             Some(width) => vec![width],
@@ -171,11 +181,21 @@ impl Constraints {
             None if either => vec![Rotating::Keys, Rotating::Queries],
             None => vec![Rotating::Keys],
         };
-        let mut schedules = Vec::new();
-        for width in widths {
-            let each = rotate.iter();
-            schedules.extend(each.map(|&backward| Schedule { width, backward }.on(ranks)));
+        let nodes = self.nodes.unwrap_or(Schedule::RING);
+        let one_level = nodes.node == 1 && nodes.heads == 1;
+        let widths = widths.into_iter().filter(|width| one_level || *width == 1);
+        let each = widths.map(|width| nodes.with_width(width).on(ranks));
+        let mut kinds: Vec<Schedule> = each.collect();
+        let open = self.nodes.is_none() && self.width.is_none_or(|width| width == 1);
+        let several = (2..ranks).contains(&node);
+        if open && several && queries == Queries::Sharded && self.redundancy == 0 {
+            kinds.push(Schedule::RING.with_node(node));
+            kinds.extend(request.dividing_heads(node));
         }
-        schedules
+        let with = |schedule: Schedule| {
+            let each = rotate.iter();
+            each.map(move |&backward| schedule.with_backward(backward))
+        };
+        kinds.into_iter().flat_map(with).collect()
     }
 }

@@ -117,7 +117,7 @@ pub fn choose<K: Kernel>(
         return Err(ChoiceError::TooManyRanks { ranks });
     }
     let mut alternatives = Vec::new();
-    for request in constraints.requests()? {
+    for request in constraints.requests(machine.ranks_per_node)? {
         let backward = Pass::Backward { dlse: false };
         let (first, second) = match constraints.work {
             Workload::Forward => (Some(Pass::Forward), None),
@@ -139,13 +139,18 @@ pub fn choose<K: Kernel>(
     let rounds_wait =
         constraints.work != Workload::Forward && machine.device.shared_cores.is_some();
     let simplicity = |of: &Alternative| {
-        let Schedule { width, backward } = of.schedule;
+        let Schedule {
+            width,
+            backward,
+            node,
+            heads,
+        } = of.schedule;
         let plain = (of.cut != Cut::Contiguous, backward != Rotating::Keys);
         let parcels = match rounds_wait {
             true => of.ranks.saturating_sub(width),
             false => width,
         };
-        (of.ranks, plain.0, parcels, plain.1)
+        (of.ranks, plain.0, node, heads, parcels, plain.1)
     };
     alternatives.sort_by(|a, b| {
         let by_time = a.seconds.total_cmp(&b.seconds);

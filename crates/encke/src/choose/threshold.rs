@@ -5,6 +5,7 @@
 //! length to within a sixteenth.
 
 use encke_core::kernel::Kernel;
+use encke_core::plan::Schedule;
 use encke_core::plan::rings::Rotating;
 use serde::Serialize;
 
@@ -44,6 +45,7 @@ pub fn one_device_until<K: Kernel>(
                 ranks: Some(ranks),
                 // The schedule moves the length by less than the prediction error.
                 width: constraints.width.or(Some(1)),
+                nodes: constraints.nodes.or(Some(Schedule::RING)),
                 rotate: constraints.rotate.or(Some(Rotating::Keys)),
                 redundancy: 0,
                 memory_limit: None,

@@ -201,6 +201,7 @@ fn open_schedules_are_all_tried() {
         [Rotating::Keys, Rotating::Queries].map(|of| Schedule {
             width,
             backward: of,
+            ..Schedule::RING
         })
     };
     assert_eq!(seen, [1, 2, 4, 7].map(both).concat());
