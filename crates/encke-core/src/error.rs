@@ -273,6 +273,12 @@ pub enum Error {
         /// The factors of the product.
         factors: Vec<usize>,
     },
+    /// A tensor that there is no memory for.
+    #[error("there is no memory for a tensor of {bytes} bytes; use a smaller or narrower one")]
+    Memory {
+        /// The size of the tensor.
+        bytes: usize,
+    },
     /// More ranks than a ring may have.
     #[error("{ranks} ranks are too many: a ring has at most {most}")]
     TooManyRanks {
