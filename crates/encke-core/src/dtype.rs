@@ -197,7 +197,7 @@ macro_rules! with_typed {
     };
 }
 
-impl Slice<'_> {
+impl<'a> Slice<'a> {
     /// The elements as bytes, for files and transports.
     pub fn bytes(&self) -> &[u8] {
         with_typed!(Slice, self, x => bytemuck::cast_slice(x))
@@ -221,6 +221,16 @@ impl Slice<'_> {
     /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The elements from index `at` on.
+    pub fn skip(self, at: usize) -> Slice<'a> {
+        match self {
+            Slice::F64(x) => Slice::F64(&x[at..]),
+            Slice::F32(x) => Slice::F32(&x[at..]),
+            Slice::Bf16(x) => Slice::Bf16(&x[at..]),
+            Slice::F16(x) => Slice::F16(&x[at..]),
+        }
     }
 
     /// One element, widened.

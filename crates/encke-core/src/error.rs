@@ -124,6 +124,27 @@ pub enum Error {
         /// Why, and what to do.
         reason: &'static str,
     },
+    /// An entry of a padded batch that is longer than the batch.
+    #[error(
+        "the key length of batch entry {entry} is {length}, but there are {tokens} tokens; give \
+         at most that"
+    )]
+    KeyLength {
+        /// The batch entry.
+        entry: usize,
+        /// Its length.
+        length: usize,
+        /// Tokens of the batch.
+        tokens: usize,
+    },
+    /// Another number of key lengths than of batch entries.
+    #[error("{lengths} key lengths for a batch of {batch}; give one length for each entry")]
+    KeyLengthCount {
+        /// Lengths given.
+        lengths: usize,
+        /// Entries of the batch.
+        batch: usize,
+    },
     /// Documents that do not add up to the sequence.
     #[error(
         "the documents have {got} tokens together, but the sequence has {tokens}; give lengths \

@@ -101,7 +101,8 @@ fn prepare(processes: usize, options: &Options) -> Result<PreparedCall> {
     }
     let attention = options.attention_of(processes)?;
     let file = InputFile::open(&options.input)?;
-    let inputs = AttendInputs::read(&file.tensors()?, (options.grad, options.sinks), &attention)?;
+    let given = (options.grad, options.sinks);
+    let inputs = AttendInputs::read(&file.tensors()?, given, None, &attention)?;
     if attention.pattern().splits_slots() {
         bail!(
             "fkodom mode and detached mixing gradients need all rows in one process; use group \
