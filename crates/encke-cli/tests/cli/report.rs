@@ -199,6 +199,9 @@ fn masks_and_scores_are_those_of_the_options() {
     let seen = |x: usize| (x + 1).min(61) + x.saturating_sub(60).min(4);
     let pairs: usize = [300, 724].iter().flat_map(|&n| (0..n).map(seen)).sum();
     assert_eq!(setup["pairs"].as_u64().unwrap() as usize, 4 * pairs);
+    folder.succeeds(&format!(
+        "report page.html {SMALL} --ranks 2 --value-dim 4 --grad"
+    ));
     folder.refuses(
         &format!("report page.html {SMALL} --causal --query-tokens 10"),
         &["--query-tokens"],

@@ -112,7 +112,10 @@ impl Whole {
         let tokens = shape.tokens;
         let side = tokens.min(CELLS);
         let edge = |cell: usize| (cell as u128 * tokens as u128 / side as u128) as usize;
-        let cell_of = |token: usize| (token as u128 * side as u128 / tokens as u128) as usize;
+        // The last cell that begins at or before a token.
+        let cell_of = |token: usize| {
+            ((token as u128 + 1) * side as u128).div_ceil(tokens as u128) as usize - 1
+        };
         let mut pairs = vec![0; side * side];
         for heads in kinds {
             for row in 0..side {
