@@ -25,6 +25,7 @@ create_exception!(
 pub(crate) fn request(error: &RequestError) -> PyErr {
     match error {
         RequestError::DTypeMismatch { .. } => PyTypeError::new_err(error.to_string()),
+        RequestError::Memory { .. } => PyMemoryError::new_err(error.to_string()),
         _ => PyValueError::new_err(error.to_string()),
     }
 }

@@ -65,6 +65,7 @@ pub(crate) fn enqueue(
     outputs: Vec<PyTensor<'_>>,
     stream: u64,
 ) -> PyResult<usize> {
+    check_process()?;
     let tensors = GpuTensors::read(&inputs, &outputs)?;
     let attention = attention.get();
     refuse_on_gpu(attention)?;
@@ -101,6 +102,7 @@ pub(crate) fn enqueue_shard(
     stream: u64,
     wire: Py<PyAny>,
 ) -> PyResult<()> {
+    check_process()?;
     let tensors = GpuTensors::read(&inputs, &outputs)?;
     let (local, gpu) = tensors.check()?;
     let shape = local.with_tokens(tokens);
@@ -133,6 +135,11 @@ pub(crate) fn enqueue_shard(
         Ok::<_, PyErr>(unsafe { tensors.run(&kernel, &plan, stream, DEADLINE, run) })
     });
     raise(&raised, ran?)
+}
+
+/// Refuses a forked process, which has neither the GPU's context nor the locks of its parent.
+fn check_process() -> PyResult<()> {
+    encke_pool::check().map_err(|error| error::call(&Error::Pool(error)))
 }
 
 /// Refuses settings that need tensors on the host.

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import encke
+from encke import _encke
+from encke.options import find, from_keywords
 
 
 def tensors(shape=(1, 16, 4, 8), count=3, **options):
@@ -107,19 +109,31 @@ def test_a_deadline_that_passes_is_a_ring_error():
     assert issubclass(encke.RingError, RuntimeError)
 
 
-def attend_in_child(queue):
+def attend_in_child(queue, attend):
     try:
-        encke.attention(*tensors())
+        attend()
         queue.put("computed")
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         queue.put(str(error))
 
 
-def test_a_forked_process_gets_an_error():
+def attend_on_cpu():
     encke.attention(*tensors())
+
+
+def attend_on_gpu():
+    # Without a GPU there are no tensors on one; a process is refused before its tensors are.
+    _encke.enqueue(find(tuple(from_keywords({}))), [], [], 0)
+
+
+@pytest.mark.parametrize("attend", [attend_on_cpu, attend_on_gpu])
+def test_a_forked_process_gets_an_error(attend):
+    encke.attention(*tensors())
+    with pytest.raises(ValueError, match="3 inputs"):
+        attend_on_gpu()
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=attend_in_child, args=(queue,))
+    child = context.Process(target=attend_in_child, args=(queue, attend))
     child.start()
     result = queue.get(timeout=30)
     child.join()

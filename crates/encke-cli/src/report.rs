@@ -110,20 +110,17 @@ impl Options {
     /// The settings, or which option is wrong.
     fn settings(&self) -> Result<ReportSettings> {
         let (shape, dtype) = (self.sizes.shape()?, self.sizes.dtype());
-        let pattern = match self.pattern.none_given() {
-            true => longnet(shape.tokens)?,
-            false => {
-                let pattern = self.pattern.pattern()?;
-                if !pattern.has_plain_mask() {
-                    bail!(
-                        "the report does not draw windows and documents; leave them out, or use \
-                         plan --draw"
-                    );
-                }
-                pattern
-            }
+        if shape.queries != shape.tokens {
+            bail!(
+                "the report draws a query for every key; leave --query-tokens out, or use plan \
+                 --draw"
+            );
+        }
+        let builder = encke::Attention::builder();
+        let builder = match self.pattern.none_given() {
+            true => builder.pattern(longnet(shape.tokens)?),
+            false => self.pattern.apply(builder, None)?,
         };
-        let builder = encke::Attention::builder().pattern(pattern);
         let builder = self
             .ring
             .apply(builder, MOST_RANKS, "each is a row of the page")?;

@@ -1,6 +1,6 @@
 //! Storage types, and the rule about them: storage may be narrow, accumulation is f32 or wider.
 
-use bytemuck::zeroed_vec;
+use bytemuck::allocation::try_zeroed_vec;
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -197,7 +197,7 @@ macro_rules! with_typed {
     };
 }
 
-impl Slice<'_> {
+impl<'a> Slice<'a> {
     /// The elements as bytes, for files and transports.
     pub fn bytes(&self) -> &[u8] {
         with_typed!(Slice, self, x => bytemuck::cast_slice(x))
@@ -223,6 +223,16 @@ impl Slice<'_> {
         self.len() == 0
     }
 
+    /// The elements from index `at` on.
+    pub fn skip(self, at: usize) -> Slice<'a> {
+        match self {
+            Slice::F64(x) => Slice::F64(&x[at..]),
+            Slice::F32(x) => Slice::F32(&x[at..]),
+            Slice::Bf16(x) => Slice::Bf16(&x[at..]),
+            Slice::F16(x) => Slice::F16(&x[at..]),
+        }
+    }
+
     /// One element, widened.
     pub fn get(&self, index: usize) -> f64 {
         with_typed!(Slice, self, x => x[index].to_f64())
@@ -235,15 +245,26 @@ impl Slice<'_> {
 }
 
 impl Data {
-    /// `len` zeros of type `dtype`.
+    /// `len` zeros of type `dtype`, for lengths that are known to be small.
+    ///
+    /// # Panics
+    /// Where [`Data::try_zeros`] has an error.
     pub fn zeros(dtype: DType, len: usize) -> Data {
-        // Zero pages from the system instead of an explicit fill.
-        match dtype {
-            DType::F64 => Data::F64(zeroed_vec(len)),
-            DType::F32 => Data::F32(zeroed_vec(len)),
-            DType::Bf16 => Data::Bf16(zeroed_vec(len)),
-            DType::F16 => Data::F16(zeroed_vec(len)),
-        }
+        Data::try_zeros(dtype, len).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// `len` zeros of type `dtype`; an error that names the bytes if there is not enough memory.
+    pub fn try_zeros(dtype: DType, len: usize) -> Result<Data, Error> {
+        // Zero pages from the system: they are mapped by the thread that first touches them.
+        let data = match dtype {
+            DType::F64 => try_zeroed_vec(len).map(Data::F64),
+            DType::F32 => try_zeroed_vec(len).map(Data::F32),
+            DType::Bf16 => try_zeroed_vec(len).map(Data::Bf16),
+            DType::F16 => try_zeroed_vec(len).map(Data::F16),
+        };
+        data.map_err(|()| Error::Memory {
+            bytes: len.saturating_mul(dtype.bytes()),
+        })
     }
 
     /// Values rounded to `dtype`.

@@ -124,6 +124,27 @@ pub enum Error {
         /// Why, and what to do.
         reason: &'static str,
     },
+    /// An entry of a padded batch that is longer than the batch.
+    #[error(
+        "the key length of batch entry {entry} is {length}, but there are {tokens} tokens; give \
+         at most that"
+    )]
+    KeyLength {
+        /// The batch entry.
+        entry: usize,
+        /// Its length.
+        length: usize,
+        /// Tokens of the batch.
+        tokens: usize,
+    },
+    /// Another number of key lengths than of batch entries.
+    #[error("{lengths} key lengths for a batch of {batch}; give one length for each entry")]
+    KeyLengthCount {
+        /// Lengths given.
+        lengths: usize,
+        /// Entries of the batch.
+        batch: usize,
+    },
     /// Documents that do not add up to the sequence.
     #[error(
         "the documents have {got} tokens together, but the sequence has {tokens}; give lengths \
@@ -272,6 +293,12 @@ pub enum Error {
         what: &'static str,
         /// The factors of the product.
         factors: Vec<usize>,
+    },
+    /// A tensor that there is no memory for.
+    #[error("there is no memory for a tensor of {bytes} bytes; use a smaller or narrower one")]
+    Memory {
+        /// The size of the tensor.
+        bytes: usize,
     },
     /// More ranks than a ring may have.
     #[error("{ranks} ranks are too many: a ring has at most {most}")]

@@ -13,7 +13,6 @@ use crate::sharding::Run;
 use crate::tensor::{Tensor, View};
 use crate::transport::{HostWireBuffer, WireBuffer};
 use crate::with_typed;
-use bytemuck::allocation::try_zeroed_vec;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -129,14 +128,7 @@ pub fn checksum(bytes: &[u8]) -> u64 {
 
 /// Allocates `elements` zeros; an error if there is not enough memory.
 pub fn allocate(kernel: &'static str, dtype: DType, elements: usize) -> Result<Data, KernelError> {
-    // Zero pages from the system: they are mapped by the thread that first touches them.
-    let data = match dtype {
-        DType::F64 => try_zeroed_vec(elements).map(Data::F64),
-        DType::F32 => try_zeroed_vec(elements).map(Data::F32),
-        DType::Bf16 => try_zeroed_vec(elements).map(Data::Bf16),
-        DType::F16 => try_zeroed_vec(elements).map(Data::F16),
-    };
-    data.map_err(|()| KernelError::Memory {
+    Data::try_zeros(dtype, elements).map_err(|_| KernelError::Memory {
         kernel,
         bytes: elements.saturating_mul(dtype.bytes()),
     })

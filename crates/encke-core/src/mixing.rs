@@ -51,7 +51,7 @@ pub fn combine(
     slot_out: &Tensor,
     slot_lse: &Tensor,
     dtype: DType,
-) -> (Tensor, Tensor) {
+) -> Result<(Tensor, Tensor)> {
     let slots = Slots::new(pattern, shape);
     let (slot_out, slot_lse) = (&slot_out.view(), &slot_lse.view());
     let count = slots.head_of.len();
@@ -65,8 +65,8 @@ pub fn combine(
         slots.dims(count, 1),
         "the lse of the slots"
     );
-    let mut out = Tensor::zeros(dtype, slots.dims(shape.heads, shape.value_dim));
-    let mut lse = Tensor::zeros(dtype.sum(), slots.dims(shape.heads, 1));
+    let mut out = Tensor::try_zeros(dtype, slots.dims(shape.heads, shape.value_dim))?;
+    let mut lse = Tensor::try_zeros(dtype.sum(), slots.dims(shape.heads, 1))?;
     let groups = pattern.branches().len() as f64;
     for batch in 0..shape.batch {
         let sigma = (pattern.mode() == Mode::Fkodom)
@@ -95,7 +95,7 @@ pub fn combine(
             }
         }
     }
-    (out, lse)
+    Ok((out, lse))
 }
 
 /// Turns the upstream gradients of heads (`dout` `[b, n, heads, d]`, `dlse` `[b, n, heads, 1]`)
@@ -129,19 +129,21 @@ pub fn spread(
         // The mixing weights are constants: P belongs to the softmax over all branches, hence the
         // head's lse, while delta belongs to the branch, hence the slot's out.
         return Ok(SlotBackward {
-            out: slots.copied(slot_out),
-            lse: slots.repeat(lse, slot_lse.dtype()),
-            dout: slots.repeat(dout, slot_out.dtype()),
-            dlse: dlse.map(|dlse| slots.repeat(dlse, slot_lse.dtype())),
+            out: slots.copied(slot_out)?,
+            lse: slots.repeat(lse, slot_lse.dtype())?,
+            dout: slots.repeat(dout, slot_out.dtype())?,
+            dlse: dlse
+                .map(|dlse| slots.repeat(dlse, slot_lse.dtype()))
+                .transpose()?,
         });
     }
     if dlse.is_some() {
         pattern.check_dlse()?;
     }
     Ok(SlotBackward {
-        out: slots.copied(slot_out),
-        lse: slots.copied(slot_lse),
-        dout: slots.normalise_backward(pattern, slot_out, slot_lse, dout),
+        out: slots.copied(slot_out)?,
+        lse: slots.copied(slot_lse)?,
+        dout: slots.normalise_backward(pattern, slot_out, slot_lse, dout)?,
         dlse: None,
     })
 }
@@ -171,19 +173,19 @@ impl Slots {
     }
 
     /// A copy of a view.
-    fn copied(&self, of_slots: &View<'_>) -> Tensor {
-        let mut tensor = Tensor::zeros(of_slots.dtype(), of_slots.dims());
+    fn copied(&self, of_slots: &View<'_>) -> Result<Tensor> {
+        let mut tensor = Tensor::try_zeros(of_slots.dtype(), of_slots.dims())?;
         let all = Run::leading(self.queries);
         // A rank may have no rows, and a run must not be empty.
         let runs = &[all][..usize::from(self.queries > 0)];
         host::upload(of_slots, runs, tensor.data_mut());
-        tensor
+        Ok(tensor)
     }
 
     /// A tensor of slots from one of heads: each slot repeats its head.
-    fn repeat(&self, of_heads: &View<'_>, dtype: DType) -> Tensor {
+    fn repeat(&self, of_heads: &View<'_>, dtype: DType) -> Result<Tensor> {
         let dims = self.dims(self.head_of.len(), of_heads.dims()[3]);
-        let mut of_slots = Tensor::zeros(dtype, dims);
+        let mut of_slots = Tensor::try_zeros(dtype, dims)?;
         for batch in 0..self.batch {
             for token in 0..self.queries {
                 for (slot, &head) in self.head_of.iter().enumerate() {
@@ -192,7 +194,7 @@ impl Slots {
                 }
             }
         }
-        of_slots
+        Ok(of_slots)
     }
 
     /// For each slot and feature, the sum of `weight(token, slot, feature)` times the slot's output
@@ -226,9 +228,9 @@ impl Slots {
         slot_out: &View<'_>,
         slot_lse: &View<'_>,
         dout: &View<'_>,
-    ) -> Tensor {
+    ) -> Result<Tensor> {
         let groups = pattern.branches().len() as f64;
-        let mut dx = Tensor::zeros(slot_out.dtype(), slot_out.dims());
+        let mut dx = Tensor::try_zeros(slot_out.dtype(), slot_out.dims())?;
         for batch in 0..self.batch {
             let dy = |token: usize, slot: usize, c: usize| {
                 dout.data()
@@ -250,7 +252,7 @@ impl Slots {
                 }
             }
         }
-        dx
+        Ok(dx)
     }
 }
 

@@ -148,13 +148,23 @@ impl Drop for Tensor {
 }
 
 impl Tensor {
-    /// All zeros.
+    /// All zeros, for sizes that are known to be small.
+    ///
+    /// # Panics
+    /// Where [`Tensor::try_zeros`] has an error.
     pub fn zeros(dtype: DType, dims: [usize; 4]) -> Tensor {
-        Tensor {
-            data: Data::zeros(dtype, dims.iter().product()),
+        Tensor::try_zeros(dtype, dims).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// All zeros; an error if the size overflows, or if there is not enough memory, which names
+    /// the bytes.
+    pub fn try_zeros(dtype: DType, dims: [usize; 4]) -> Result<Tensor> {
+        let elements = product("the size of a tensor", &dims)?;
+        Ok(Tensor {
+            data: Data::try_zeros(dtype, elements)?,
             dims,
             recycling: None,
-        }
+        })
     }
 
     /// Values rounded to `dtype`; an error if their count does not match `dims`.

@@ -39,6 +39,23 @@ fn products_that_overflow_name_their_factors() {
 }
 
 #[test]
+fn tensors_that_there_is_no_memory_for_name_their_bytes() {
+    // 2^47 bytes are as large as the address space of a process.
+    let bytes = 1 << 47;
+    let zeros = Tensor::try_zeros(DType::F64, [1 << 20, 1 << 20, 4, 4]);
+    assert_eq!(
+        zeros.expect_err("no machine has it"),
+        Error::Memory { bytes }
+    );
+    let overflow = Tensor::try_zeros(DType::F32, [usize::MAX, 2, 1, 1]);
+    assert!(matches!(overflow, Err(Error::Overflow { .. })));
+    let text = Error::Memory { bytes }.to_string();
+    assert!(text.contains("140737488355328 bytes"), "{text}");
+    let small = Tensor::try_zeros(DType::F16, [1, 2, 0, 3]).expect("it is empty");
+    assert_eq!(small.dims(), [1, 2, 0, 3]);
+}
+
+#[test]
 fn too_many_ranks_are_refused() {
     for ranks in [(1 << 20) + 1, 1 << 40, usize::MAX] {
         for cut in [Cut::Contiguous, Cut::Zigzag, Cut::Striped] {

@@ -22,6 +22,22 @@ const ENDS: [c_int; 9] = [
     libc::SIGUSR2,
     libc::SIGXCPU,
 ];
+/// The others, which a debugger, a profiler or a timer of the caller may handle: only where none
+/// does.
+const ALSO_ENDS: &[c_int] = &[
+    libc::SIGILL,
+    libc::SIGTRAP,
+    libc::SIGFPE,
+    libc::SIGSYS,
+    libc::SIGVTALRM,
+    libc::SIGPROF,
+    #[cfg(target_os = "linux")]
+    libc::SIGIO,
+    #[cfg(target_os = "linux")]
+    libc::SIGPWR,
+    #[cfg(target_os = "linux")]
+    libc::SIGSTKFLT,
+];
 /// Signals of a fault, which the standard library handles before: it reports a stack overflow.
 const FAULTS: [c_int; 2] = [libc::SIGBUS, libc::SIGSEGV];
 
@@ -42,10 +58,15 @@ pub fn remove_temporaries_on_signals() {
                 handle(signal, on_end as extern "C" fn(c_int) as usize);
             }
         }
+        for &signal in ALSO_ENDS {
+            if action_of(signal).sa_sigaction == libc::SIG_DFL {
+                handle(signal, on_end as extern "C" fn(c_int) as usize);
+            }
+        }
         for (signal, before) in FAULTS.into_iter().zip(&BEFORE) {
             // Kept for the life of the process: a handler cannot know when it is the last one.
             before.store(Box::into_raw(Box::new(action_of(signal))), SeqCst);
-            handle(signal, on_fault as extern "C" fn(c_int) as usize);
+            handle(signal, on_fault as FaultHandler as usize);
         }
         if action_of(libc::SIGXFSZ).sa_sigaction == libc::SIG_DFL {
             handle(libc::SIGXFSZ, libc::SIG_IGN);
@@ -63,8 +84,15 @@ extern "C" fn on_end(signal: c_int) {
     }
 }
 
-/// Removes the files; the faulting instruction is then repeated under the action of before.
-extern "C" fn on_fault(signal: c_int) {
+type FaultHandler = extern "C" fn(c_int, *mut libc::siginfo_t, *mut libc::c_void);
+
+/// Removes the files; the faulting instruction is then repeated under the action of before. There
+/// is none if another process has sent the signal: then this one dies of it as of any other.
+extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    // SAFETY: the system passes a valid pointer to a handler with SA_SIGINFO.
+    if unsafe { (*info).si_code } <= 0 {
+        return on_end(signal);
+    }
     remove_all();
     if signal == libc::SIGBUS {
         let line = b"encke: a file became shorter or unreadable while it was being read\n";
@@ -93,7 +121,7 @@ fn handle(signal: c_int, handler: usize) {
     let mut action = action_of(signal);
     action.sa_sigaction = handler;
     // On the stack of its own that the standard library gives to threads.
-    action.sa_flags = libc::SA_ONSTACK | libc::SA_RESTART;
+    action.sa_flags = libc::SA_ONSTACK | libc::SA_RESTART | libc::SA_SIGINFO;
     // SAFETY: the handlers above call only what is allowed in one.
     unsafe {
         libc::sigfillset(&mut action.sa_mask);

@@ -135,7 +135,7 @@ impl RowCheck {
             (read(Role::K, token, kv_head), read(Role::V, token, kv_head))
         };
         let q = read(Role::Q, token, head);
-        let expected = reference::row(shape, &request.pattern, request.scale(), at, &q, key)?;
+        let expected = reference::row(shape, &request.pattern, request.scores(), at, &q, key)?;
         let pairs = expected.out.iter().zip(&row.out);
         // `f64::max` would drop a NaN.
         let worse = |x: f64, y: f64| {

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use encke::conformance::Random;
-use encke::{DType, Data, Shape, Tensor, View};
+use encke::{DType, Shape, Tensor, View};
 
 use crate::process::check_memory;
 
@@ -22,7 +22,8 @@ pub struct RandomTensors {
 /// Bytes of q, k, v and dout with `rows` tokens.
 pub(crate) fn input_bytes(shape: &Shape, dtype: DType, rows: usize) -> usize {
     // A shape leaves room for 64 tensors of 8 bytes.
-    2 * shape.batch * rows * (shape.heads + shape.kv_heads) * shape.dim * dtype.bytes()
+    let widths = shape.dim + shape.value_dim;
+    shape.batch * rows * (shape.heads + shape.kv_heads) * widths * dtype.bytes()
 }
 
 impl RandomTensors {
@@ -30,17 +31,19 @@ impl RandomTensors {
     pub fn new(shape: &Shape, dtype: DType, seed: u64) -> Result<RandomTensors> {
         check_memory("the input tensors", input_bytes(shape, dtype, shape.tokens))?;
         let mut random = Random::new(seed);
-        let mut tensor = |heads: usize| {
-            let dims = [shape.batch, shape.tokens, heads, shape.dim];
-            let count = dims.iter().product();
-            let values: Vec<f64> = (0..count).map(|_| random.unit()).collect();
-            Tensor::from_data(Data::from_f64(dtype, &values), dims)
+        let (d, value_dim) = (shape.dim, shape.value_dim);
+        let mut tensor = |tokens: usize, heads: usize, dim: usize| {
+            let dims = [shape.batch, tokens, heads, dim];
+            let mut tensor = Tensor::try_zeros(dtype, dims)?;
+            let elements = tensor.data_mut();
+            (0..elements.as_slice().len()).for_each(|at| elements.set(at, random.unit()));
+            Ok::<_, encke_core::Error>(tensor)
         };
         Ok(RandomTensors {
-            q: tensor(shape.heads)?,
-            k: tensor(shape.kv_heads)?,
-            v: tensor(shape.kv_heads)?,
-            dout: tensor(shape.heads)?,
+            q: tensor(shape.queries, shape.heads, d)?,
+            k: tensor(shape.tokens, shape.kv_heads, d)?,
+            v: tensor(shape.tokens, shape.kv_heads, value_dim)?,
+            dout: tensor(shape.queries, shape.heads, value_dim)?,
         })
     }
 

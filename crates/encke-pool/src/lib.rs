@@ -15,6 +15,9 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 /// The process that first computed: a fork does not copy its threads.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
+/// More threads than any machine has cores: starting them would take minutes.
+const MOST_THREADS: usize = 4096;
+
 /// Why this process cannot compute.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PoolError {
@@ -43,6 +46,12 @@ pub enum PoolError {
 fn pool() -> Result<&'static ThreadPool, PoolError> {
     static POOL: OnceLock<Result<ThreadPool, PoolError>> = OnceLock::new();
     let build = || {
+        // rayon starts a pool of that size before it answers how large it is.
+        let set = std::env::var("RAYON_NUM_THREADS").ok();
+        let set = set.and_then(|threads| threads.parse::<usize>().ok());
+        if let Some(threads) = set.filter(|threads| *threads > MOST_THREADS) {
+            return Err(format!("{threads} are more than {MOST_THREADS}"));
+        }
         // Asked on a thread that belongs to no pool, because a pool's own thread answers for it.
         let asked = std::thread::Builder::new().spawn(rayon::current_num_threads);
         let threads = asked.map_err(|error| error.to_string())?.join();

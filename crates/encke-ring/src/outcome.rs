@@ -87,7 +87,7 @@ impl Outcome {
             let mark = whole.map(|at| ranks[at].mark(role));
             let (mut tensor, zeroed) = match stored == dims[1] {
                 true => to_overwrite(pool, dtype, dims, mark)?,
-                false => (Tensor::zeros(dtype, dims), false),
+                false => (Tensor::try_zeros(dtype, dims)?, false),
             };
             for rank in from {
                 let stored = match zeroed {
@@ -115,7 +115,7 @@ fn to_overwrite(
             let zeroed = mark.is_some() && kept.mark == mark;
             Ok((Tensor::from_data(kept.data, dims)?, zeroed))
         }
-        None => Ok((Tensor::zeros(dtype, dims), mark.is_some())),
+        None => Ok((Tensor::try_zeros(dtype, dims)?, mark.is_some())),
     }
 }
 
@@ -133,7 +133,7 @@ impl Outcome<Sharded> {
         for (role, [b, n, h, d], dtype) in outputs_of(plan, CallRows::whole(plan)) {
             let shard = |shard: usize| -> Result<Tensor, RingError> {
                 let rows = sharding.rows(n, shard);
-                let mut tensor = Tensor::zeros(dtype, [b, rows, h, d]);
+                let mut tensor = Tensor::try_zeros(dtype, [b, rows, h, d])?;
                 // After a death, another rank holds the dead rank's shard.
                 for rank in ranks {
                     let own = |port: &&Port| {

@@ -118,7 +118,7 @@ pub(crate) fn new_shards<K: Kernel>(
     let rows = new_rank.map_or(0, |rank| resize.to().rows(resize.tokens(), rank));
     let shard = |(port, ([b, _, h, d], dtype)): (_, &([usize; 4], DType))| {
         let port: &encke_core::plan::program::Port = port;
-        let mut shard = Tensor::zeros(*dtype, [*b, rows, *h, *d]);
+        let mut shard = Tensor::try_zeros(*dtype, [*b, rows, *h, *d])?;
         let stored = kernel.download(rank.buffer(port.buffer), &all_rows(rows), &mut shard);
         stored.map_err(|source| failed(plan, source))?;
         Ok(shard)

@@ -11,11 +11,11 @@ pub fn split_sequence(sequence: &View<'_>, sharding: &Sharding) -> Result<Vec<Te
     let [b, n, h, d] = sequence.dims();
     sharding.check(n)?;
     let shard = |rank: usize| {
-        let mut shard = Tensor::zeros(sequence.dtype(), [b, sharding.rows(n, rank), h, d]);
+        let mut shard = Tensor::try_zeros(sequence.dtype(), [b, sharding.rows(n, rank), h, d])?;
         host::upload(sequence, &sharding.runs(n, rank), shard.data_mut());
-        shard
+        Ok(shard)
     };
-    Ok((0..sharding.ranks()).map(shard).collect())
+    (0..sharding.ranks()).map(shard).collect()
 }
 
 /// The sequence with these shards.
@@ -29,7 +29,7 @@ pub fn gather_sequence(shards: &[Tensor], sharding: &Sharding) -> Result<Tensor>
     let [b, _, h, d] = shards[0].dims();
     let n = shards.iter().map(|shard| shard.dims()[1]).sum();
     sharding.check(n)?;
-    let mut sequence = Tensor::zeros(shards[0].dtype(), [b, n, h, d]);
+    let mut sequence = Tensor::try_zeros(shards[0].dtype(), [b, n, h, d])?;
     for (rank, shard) in shards.iter().enumerate() {
         let runs: Vec<Run> = sharding.runs(n, rank);
         let expected = [b, runs.iter().map(|run| run.count).sum(), h, d];

@@ -10,7 +10,9 @@ use encke_core::kernel::Kernel;
 use encke_core::plan::balance::Balance;
 use encke_core::plan::{Pass, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
-use encke_core::{Bits, DType, Dropout, Error as RequestError, Pattern, Shape, alibi_slopes};
+use encke_core::{
+    Bits, DType, Dropout, Error as RequestError, KeyLengths, Pattern, Shape, alibi_slopes,
+};
 use encke_ring::{CacheLimits, Fault};
 
 use crate::auto::Auto;
@@ -88,6 +90,21 @@ impl Builder {
     pub fn pattern(mut self, pattern: Pattern) -> Builder {
         self.pattern = pattern;
         self
+    }
+
+    /// For the packed rows of right-padded batches: [`KeyLengths::pack`] what a call is given,
+    /// [`KeyLengths::unpack`] what it returns. Sets the documents, so give the pattern before.
+    pub fn key_lengths(mut self, lengths: &KeyLengths) -> Result<Builder, RequestError> {
+        if let Cut::Firsts(_) = self.cut {
+            return Err(RequestError::Excludes {
+                one: "key lengths",
+                other: "first tokens of ranks",
+                reason: "rows are packed before they are divided, so that first tokens would be \
+                         others; use the balanced sharding",
+            });
+        }
+        self.pattern = lengths.pattern(&self.pattern)?;
+        Ok(self)
     }
 
     /// Number of ranks that the tokens are sharded over.

@@ -88,6 +88,7 @@ impl GpuCall<'_> {
         stream: ForeignStream,
         then: impl FnOnce(&[Rank<CudaKernel>], Vec<Event>, Vec<usize>) -> T,
     ) -> Result<T, Error> {
+        encke_pool::check()?;
         let mut ranks = Vec::new();
         let mut borrowed = Vec::new();
         for number in 0..self.plan.ranks() {
@@ -117,6 +118,7 @@ impl GpuCall<'_> {
         number: usize,
         transport: &mut dyn Transport<Buffer>,
     ) -> Result<(), Error> {
+        encke_pool::check()?;
         let rank = Rank::idle(self.plan.rank(number)?.on_shard());
         let mut tensors = self.tensors(&stream, true);
         let mut call = ShardCall::on_rank(self.kernel, self.plan, rank);

@@ -107,7 +107,7 @@ pub use encke_core::sharding::{Cut, Sharding, TokenRanges};
 pub use encke_core::transport::{
     Address, HostWireBuffer, Incoming, Moved, Outgoing, Transport, TransportError, WireBuffer,
 };
-pub use encke_core::{Bits, Documents, Dropout, Scores, Window, alibi_slopes};
+pub use encke_core::{Bits, Documents, Dropout, KeyLengths, Scores, Window, alibi_slopes};
 pub use encke_core::{
     Branch, DType, Data, Element, GroupScale, MixingGradient, Mode, OffsetRule, Padding, Pattern,
     Shape, Slice, Tensor, View,

@@ -39,7 +39,7 @@ impl Offloaded {
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         file.seek(SeekFrom::Start(0)).map_err(failed)?;
         let tensor = |&(dtype, dims): &(DType, [usize; 4])| {
-            let mut data = Data::zeros(dtype, dims.iter().product());
+            let mut data = Data::try_zeros(dtype, dims.iter().product())?;
             file.read_exact(data.bytes_mut()).map_err(failed)?;
             Ok(Tensor::from_data(data, dims)?)
         };

@@ -60,7 +60,7 @@ pub(crate) fn attend(
     let (slot_out, slot_lse) = (Arc::new(slot_out), Arc::new(slot_lse));
     let (out, lse) = if pattern.splits_slots() {
         let shape = local_shape(request, &q);
-        let (out, lse) = mixing::combine(pattern, &shape, &slot_out, &slot_lse, request.dtype);
+        let (out, lse) = mixing::combine(pattern, &shape, &slot_out, &slot_lse, request.dtype)?;
         (Arc::new(out), Arc::new(lse))
     } else {
         (Arc::clone(&slot_out), Arc::clone(&slot_lse))

@@ -1,7 +1,7 @@
 //! The tensors that `encke attend` reads: their names, shapes and types are checked here.
 
 use anyhow::{Context, Result, bail};
-use encke::{Attention, DType, Kernel, Mode, Pass, Shape};
+use encke::{Attention, DType, Kernel, KeyLengths, Mode, Pass, Shape, Tensor, View};
 
 use crate::finite;
 use crate::input::{InputTensors, TensorHeader};
@@ -15,6 +15,8 @@ pub struct AttendInputs {
     pub dlse: Option<TensorHeader>,
     pub sinks: Option<Vec<f64>>,
     pub shape: Shape,
+    /// Lengths of the entries of a padded batch.
+    pub lengths: Option<KeyLengths>,
 }
 
 impl AttendInputs {
@@ -22,6 +24,7 @@ impl AttendInputs {
     pub fn read<K: Kernel>(
         file: &InputTensors<'_>,
         (grad, with_sinks): (bool, bool),
+        lengths: Option<KeyLengths>,
         attention: &Attention<K>,
     ) -> Result<AttendInputs> {
         let sinks = with_sinks.then(|| file.vector("sinks")).transpose()?;
@@ -66,6 +69,7 @@ impl AttendInputs {
             dout,
             dlse,
             sinks,
+            lengths,
         };
         inputs.check_sinks(attention)?;
         inputs.check_plans(attention)?;
@@ -77,11 +81,21 @@ impl AttendInputs {
         let backward = Pass::Backward {
             dlse: self.dlse.is_some(),
         };
-        attention.plan(self.shape, self.q.dtype(), Pass::Forward)?;
+        let shape = match &self.lengths {
+            None => self.shape,
+            Some(lengths) => lengths.shape(&self.shape)?,
+        };
+        attention.plan(shape, self.q.dtype(), Pass::Forward)?;
         if self.dout.is_some() {
-            attention.plan(self.shape, self.q.dtype(), backward)?;
+            attention.plan(shape, self.q.dtype(), backward)?;
         }
         Ok(())
+    }
+
+    /// The rows of a tensor that count, if the batch is padded.
+    pub fn pack(&self, tensor: &View<'_>) -> Result<Option<Tensor>> {
+        let lengths = self.lengths.as_ref();
+        Ok(lengths.map(|lengths| lengths.pack(tensor)).transpose()?)
     }
 
     /// Refuses sinks that do not fit the heads or the pattern.
@@ -103,13 +117,29 @@ impl AttendInputs {
         ];
         for tensor in tensors.into_iter().flatten() {
             let elements = file.elements(tensor);
-            finite::check(tensor.name(), elements.slice(), tensor.dims()?, compute)?;
+            self.check_rows(tensor.name(), &elements.view(tensor.dims()?)?, compute)?;
         }
         if let Some(dlse) = &self.dlse {
-            let (elements, dims) = (file.elements(dlse), dlse.row_dims()?);
-            finite::check(dlse.name(), elements.slice(), dims, compute.sum())?;
+            let elements = file.elements(dlse);
+            let rows = elements.view(dlse.row_dims()?)?;
+            self.check_rows(dlse.name(), &rows, compute.sum())?;
         }
         Ok(())
+    }
+
+    /// Refuses NaN and infinite elements of the rows that count.
+    fn check_rows(&self, name: &str, rows: &View<'_>, compute: DType) -> Result<()> {
+        let Some(lengths) = &self.lengths else {
+            return finite::check(name, rows.data(), rows.dims(), compute);
+        };
+        let packed = lengths.pack(rows)?;
+        let [_, _, h, d] = rows.dims();
+        let index = |at: usize| {
+            let (entry, token) = lengths.place(at / (h * d));
+            let index = [entry, token, at / d % h, at % d];
+            index[..if d == 1 { 3 } else { 4 }].to_vec()
+        };
+        finite::check_some(name, packed.data().as_slice(), compute, index)
     }
 }
 

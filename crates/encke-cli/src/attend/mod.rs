@@ -14,7 +14,7 @@ mod summary;
 use std::time::Instant;
 
 use anyhow::Result;
-use encke::{Attention, Kernel, Tensor};
+use encke::{Attention, Kernel, Tensor, View};
 use encke_lab::Verdict;
 use encke_lab::device::{ComputeDevice, open_gpu};
 use encke_lab::output::{OutputFile, write_tensors};
@@ -41,7 +41,9 @@ fn run_on<K: Kernel>(options: &Options, attention: Attention<K>) -> Result<Verdi
     }
     let file = InputFile::open(&options.input)?;
     let tensors = file.tensors()?;
-    let inputs = AttendInputs::read(&tensors, (options.grad, options.sinks), &attention)?;
+    let lengths = options.key_lengths()?;
+    let given = (options.grad, options.sinks);
+    let inputs = AttendInputs::read(&tensors, given, lengths, &attention)?;
     let compute = attention.compute_dtype(inputs.q.dtype());
     if !options.allow_non_finite {
         inputs.check_finite(&tensors, compute)?;
@@ -81,6 +83,8 @@ fn run_passes<K: Kernel>(
         elements[1].view(inputs.k.dims()?)?,
         elements[2].view(inputs.v.dims()?)?,
     );
+    let packed = [inputs.pack(&q)?, inputs.pack(&k)?, inputs.pack(&v)?];
+    let (q, k, v) = (or(&packed[0], q), or(&packed[1], k), or(&packed[2], v));
     let progress = spinner("forward");
     let begin = Instant::now();
     let forward = match &inputs.sinks {
@@ -101,6 +105,13 @@ fn run_passes<K: Kernel>(
                 (Some(dlse), Some(elements)) => Some(elements.view(dlse.row_dims()?)?),
                 _ => None,
             };
+            let packed_dlse = match &dlse {
+                Some(dlse) => inputs.pack(dlse)?,
+                None => None,
+            };
+            let dlse = dlse.map(|dlse| or(&packed_dlse, dlse));
+            let packed = inputs.pack(&dout)?;
+            let dout = or(&packed, dout);
             let kept = &forward.checkpoint;
             Some(attention.backward(&q, &k, &v, kept, &dout, dlse.as_ref())?)
         }
@@ -112,11 +123,21 @@ fn run_passes<K: Kernel>(
         Tensor::from_f64(forward.lse.dtype(), dims, of)
     };
     let dsinks = dsinks.map(vector).transpose()?;
-    Ok(AttendResult {
+    let took = begin.elapsed();
+    let result = AttendResult {
         forward,
         backward,
         dsinks,
         forward_took,
-        took: begin.elapsed(),
-    })
+        took,
+    };
+    match &inputs.lengths {
+        None => Ok(result),
+        Some(lengths) => result.unpack(lengths),
+    }
+}
+
+/// A view of the packed rows, if there are any.
+fn or<'a>(packed: &'a Option<Tensor>, view: View<'a>) -> View<'a> {
+    packed.as_ref().map_or(view, Tensor::view)
 }

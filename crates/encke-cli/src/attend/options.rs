@@ -6,7 +6,10 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use encke::{Attention, Builder, CheckpointPolicy, DType, Documents, Fault, FaultPhase, Precision};
+use encke::{
+    Attention, Builder, CheckpointPolicy, DType, Documents, Fault, FaultPhase, KeyLengths,
+    Precision,
+};
 use encke_lab::number::{bytes, count};
 
 use crate::device_option::DeviceOption;
@@ -71,6 +74,19 @@ pub struct Options {
     /// The device that computes.
     #[command(flatten)]
     pub device: DeviceOption,
+
+    /// Lengths of the entries of a right-padded batch: rows at or after them are neither read nor
+    /// written; out and gradients are 0 there, lse is -inf. Without lengths: from the tensor
+    /// key_lengths of the file.
+    #[arg(
+        long,
+        help_heading = HEADING,
+        value_name = "N1,N2,...",
+        num_args = 0..=1,
+        default_missing_value = "",
+        value_parser = key_lengths
+    )]
+    key_lengths: Option<LengthSource>,
 
     /// Softmax scale [default: 1/sqrt(d)].
     #[arg(long, help_heading = HEADING, value_name = "X")]
@@ -138,6 +154,23 @@ fn dtype(text: &str) -> Result<DType, String> {
     parsed.map_err(|error| error.to_string())
 }
 
+/// Where the lengths of batch entries come from.
+#[derive(Debug, Clone)]
+enum LengthSource {
+    Given(Vec<usize>),
+    /// The tensor `key_lengths` of the input.
+    File,
+}
+
+/// Parses the lengths of batch entries.
+fn key_lengths(text: &str) -> Result<LengthSource, String> {
+    if text.is_empty() {
+        return Ok(LengthSource::File);
+    }
+    let lengths: Result<Vec<usize>, String> = text.split(',').map(count).collect();
+    Ok(LengthSource::Given(lengths?))
+}
+
 /// Parses a length of time in seconds.
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse::<f64>().ok();
@@ -191,6 +224,10 @@ impl Options {
                 "--ranks or auto: the limit determines the number of ranks",
             ),
             (
+                self.key_lengths.is_some(),
+                "--key-lengths: it packs the rows in memory",
+            ),
+            (
                 self.trace.is_some(),
                 "--trace: ranks do not run side by side",
             ),
@@ -225,6 +262,12 @@ impl Options {
     /// The same on as many ranks as there are processes.
     #[cfg(feature = "mpi")]
     pub fn builder_of(&self, processes: usize) -> Result<Builder> {
+        if self.key_lengths.is_some() {
+            bail!(
+                "--key-lengths and ranks that are processes do not go together: it packs the rows \
+                 in the memory of one process; write packed sequences, and use --documents"
+            );
+        }
         let builder = self.ring.apply_to(Attention::builder(), processes)?;
         self.complete(builder)
     }
@@ -232,6 +275,9 @@ impl Options {
     /// Applies the options that do not concern the ring.
     fn complete(&self, builder: Builder) -> Result<Builder> {
         let mut builder = self.pattern.apply(builder, self.documents()?)?;
+        if let Some(lengths) = self.key_lengths()? {
+            builder = builder.key_lengths(&lengths)?;
+        }
         if let Some(slopes) = self.slopes()? {
             builder = builder.slopes(Some(slopes));
         }
@@ -283,6 +329,21 @@ impl Options {
         }
         let lengths: Vec<usize> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
         Ok(Some(Documents::new(&lengths)?))
+    }
+
+    /// The lengths of the batch entries, if they are given.
+    pub fn key_lengths(&self) -> Result<Option<KeyLengths>> {
+        let Some(source) = &self.key_lengths else {
+            return Ok(None);
+        };
+        let file = InputFile::open(&self.input)?;
+        let tensors = file.tensors()?;
+        let [_, tokens, _, _] = tensors.get("k")?.dims()?;
+        let lengths = match source {
+            LengthSource::Given(lengths) => lengths.clone(),
+            LengthSource::File => tensors.integers("key_lengths")?,
+        };
+        Ok(Some(KeyLengths::new(tokens, &lengths)?))
     }
 
     /// The slopes that the input gives, if the options ask for them.

@@ -140,7 +140,8 @@ fn builder(processes: usize, options: &Options) -> Result<Builder> {
 fn prepare<K: Kernel>(builder: Builder, kernel: K, options: &Options) -> Result<PreparedCall<K>> {
     let attention = builder.build_on(kernel)?;
     let file = InputFile::open(&options.input)?;
-    let inputs = AttendInputs::read(&file.tensors()?, (options.grad, options.sinks), &attention)?;
+    let given = (options.grad, options.sinks);
+    let inputs = AttendInputs::read(&file.tensors()?, given, None, &attention)?;
     if attention.pattern().splits_slots() {
         bail!(
             "fkodom mode and detached mixing gradients need all rows in one process; use group \

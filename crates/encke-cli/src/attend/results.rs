@@ -1,8 +1,10 @@
 //! The results of a call: with threads as ranks, with ranks one after another, or with processes.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use encke::{Backward, Forward, RankMemory, Shape, Tensor};
+use anyhow::Result;
+use encke::{Backward, Forward, KeyLengths, RankMemory, Shape, Tensor};
 use encke_lab::chrome_trace::ChromeTrace;
 
 /// The results of both passes, with the times at which they returned.
@@ -25,6 +27,19 @@ impl AttendResult {
             self.forward_took,
             self.took,
         )
+    }
+
+    /// The results with the rows of a padded batch at their places.
+    pub fn unpack(mut self, lengths: &KeyLengths) -> Result<AttendResult> {
+        let forward = &mut self.forward;
+        forward.out = Arc::new(lengths.unpack(&forward.out, 0.0)?);
+        forward.lse = Arc::new(lengths.unpack(&forward.lse, f64::NEG_INFINITY)?);
+        if let Some(backward) = &mut self.backward {
+            for gradient in [&mut backward.dq, &mut backward.dk, &mut backward.dv] {
+                *gradient = lengths.unpack(gradient, 0.0)?;
+            }
+        }
+        Ok(self)
     }
 
     /// The output tensors with their names and shapes in the file.

@@ -98,7 +98,12 @@ pub fn run<K: Kernel>(
     encke_cpu::return_freed_memory();
     let inputs = {
         let file = InputFile::open(&options.input)?;
-        AttendInputs::read(&file.tensors()?, (options.grad, options.sinks), attention)?
+        AttendInputs::read(
+            &file.tensors()?,
+            (options.grad, options.sinks),
+            None,
+            attention,
+        )?
     };
     let compute = attention.compute_dtype(inputs.q.dtype());
     let requests = requests(attention, &inputs)?;

@@ -98,11 +98,18 @@ impl Options {
             bail!("--repeats 0 times nothing; give 1 or more");
         }
         BenchSettings::check_pattern(&self.pattern.pattern()?)?;
+        let shape = self.sizes.shape()?;
+        if shape.queries != shape.tokens || shape.value_dim != shape.dim {
+            bail!(
+                "bench generates q, k and v of one size; leave --query-tokens and --value-dim \
+                 out, or see `encke simulate`"
+            );
+        }
         let rings = sizes
             .iter()
             .map(|&ranks| self.rings.builder(&self.pattern, ranks));
         Ok(BenchSettings {
-            shape: self.sizes.shape()?,
+            shape,
             dtype: self.sizes.dtype(),
             rings: rings.collect::<Result<_>>()?,
             device: self.device.device,

@@ -354,3 +354,32 @@ fn outputs_that_cannot_be_written_are_refused() {
         );
     }
 }
+
+#[test]
+#[cfg(target_os = "linux")]
+fn sizes_beyond_the_limits_of_the_shell_are_errors() {
+    let folder = CommandFolder::new();
+    files::write(&folder.join("in"), &files::small());
+    let program = folder.command("").get_program().to_owned();
+    let refused = |command: &str, words: &str| {
+        let mut shell = std::process::Command::new("sh");
+        shell.current_dir(folder.path()).args(["-c", command]);
+        let ended = shell.arg(&program).output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert_eq!(ended.status.code(), Some(2), "{command}: {said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+        assert!(
+            said.starts_with("encke: ") && said.contains(words),
+            "{said}"
+        );
+    };
+    refused(
+        "ulimit -v 4000000; \"$0\" report out --batch 1e6 --tokens 64 --heads 2 --dim 8 --ranks 2",
+        "bytes",
+    );
+    refused(
+        "RAYON_NUM_THREADS=100000 \"$0\" attend in -o out",
+        "100000 are more than 4096",
+    );
+    assert_eq!(folder.names(), ["in"]);
+}

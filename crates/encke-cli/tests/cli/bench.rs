@@ -55,3 +55,19 @@ fn wrong_options_are_refused_in_one_line() {
         folder.refuses(&format!("bench --tokens 64 {options}"), &[words]);
     }
 }
+
+#[test]
+fn scores_are_checked_as_they_are_computed() {
+    let folder = CommandFolder::new();
+    let sizes = "bench --tokens 256 --heads 2 --dim 8 --ranks 1,2 --repeats 1";
+    for options in [
+        "--softcap 3",
+        "--alibi",
+        "--causal --window 30,0 --softcap 2 --alibi",
+    ] {
+        let printed = folder.succeeds(&format!("{sizes} {options}"));
+        assert!(!printed.contains("wrong"), "{options}: {printed}");
+    }
+    folder.refuses(&format!("{sizes} --query-tokens 5"), &["--query-tokens"]);
+    folder.refuses(&format!("{sizes} --value-dim 4"), &["--value-dim"]);
+}

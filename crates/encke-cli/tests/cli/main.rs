@@ -15,6 +15,7 @@ mod device;
 mod files;
 mod foreign;
 mod golden;
+mod key_lengths;
 mod outputs;
 mod pages;
 mod plan;

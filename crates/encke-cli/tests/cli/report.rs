@@ -183,3 +183,27 @@ fn a_browser_shows_every_page_in_light_and_dark_wide_and_narrow() {
         }
     }
 }
+
+#[test]
+fn masks_and_scores_are_those_of_the_options() {
+    let folder = CommandFolder::new();
+    let masked = "--causal --window 60,0 --prefix 4 --documents 300,724 --softcap 20 --alibi";
+    folder.succeeds(&format!("report page.html {SMALL} --ranks 4 {masked}"));
+    let findings = findings(&folder.join("page.html"));
+    let setup = &findings["setup"];
+    let pattern = setup["pattern"].as_str().unwrap();
+    for part in ["causal", "window 60,0", "prefix 4", "2 documents"] {
+        assert!(pattern.contains(part), "{pattern}");
+    }
+    // In a document of n tokens, token x sees min(x + 1, 61) keys and up to 4 of the prefix.
+    let seen = |x: usize| (x + 1).min(61) + x.saturating_sub(60).min(4);
+    let pairs: usize = [300, 724].iter().flat_map(|&n| (0..n).map(seen)).sum();
+    assert_eq!(setup["pairs"].as_u64().unwrap() as usize, 4 * pairs);
+    folder.succeeds(&format!(
+        "report page.html {SMALL} --ranks 2 --value-dim 4 --grad"
+    ));
+    folder.refuses(
+        &format!("report page.html {SMALL} --causal --query-tokens 10"),
+        &["--query-tokens"],
+    );
+}

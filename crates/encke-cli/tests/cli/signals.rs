@@ -4,7 +4,7 @@
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::command::CommandFolder;
 
@@ -92,6 +92,55 @@ fn no_signal_leaves_a_temporary_file() {
         killed > COMMANDS.len(),
         "{killed} were killed while they ran"
     );
+}
+
+/// Also those of faults, which another process may send: a process that does not die of one would
+/// wait for ever, because its temporary files are gone.
+#[test]
+fn every_signal_that_ends_a_process_leaves_nothing() {
+    let names = "HUP QUIT ILL TRAP ABRT BUS FPE USR1 SEGV USR2 ALRM TERM STKFLT XCPU VTALRM PROF \
+                 IO PWR SYS";
+    let folder = CommandFolder::new();
+    for name in names.split(' ') {
+        let mut child = folder.command(COMMANDS[0]);
+        child.stdout(Stdio::null()).stderr(Stdio::null());
+        let not_ignored = || {
+            for signal in 1..32 {
+                // SAFETY: allowed between fork and exec; no handler is set.
+                unsafe { libc::signal(signal, libc::SIG_DFL) };
+            }
+            Ok(())
+        };
+        // SAFETY: the closure calls only `signal`.
+        unsafe { child.pre_exec(not_ignored) };
+        let mut child = child.spawn().unwrap();
+        let since = Instant::now();
+        while !files(folder.path())
+            .iter()
+            .any(|name| name.starts_with(".encke"))
+        {
+            assert!(
+                since.elapsed() < Duration::from_secs(60),
+                "it does not begin"
+            );
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let id = child.id().to_string();
+        let sent = Command::new("kill").args(["-s", name, &id]).status();
+        assert!(sent.unwrap().success());
+        let ended = loop {
+            if let Some(ended) = child.try_wait().unwrap() {
+                break ended;
+            }
+            if since.elapsed() > Duration::from_secs(120) {
+                child.kill().unwrap();
+                panic!("{name}: it does not end");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(ended.signal().is_some(), "{name}: {ended}");
+        assert_eq!(files(folder.path()), [""; 0], "{name}");
+    }
 }
 
 #[test]

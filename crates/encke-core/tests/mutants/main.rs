@@ -5,6 +5,7 @@
 
 mod dropped;
 mod fault;
+mod masks;
 mod misread;
 
 use std::sync::Mutex;

@@ -99,13 +99,13 @@ fn tensor(
     let shape = &request.shape;
     let rows: usize = runs.iter().map(|run| run.count).sum();
     let dims = [shape.batch, rows, heads, shape.dim];
-    let mut data = Data::zeros(request.dtype, dims.iter().product());
+    let mut data = Data::try_zeros(request.dtype, dims.iter().product())?;
     let all: Vec<usize> = (0..heads).collect();
     let mut at = 0;
     for batch in 0..shape.batch {
         for run in runs {
             let count = run.count * heads * shape.dim;
-            let mut elements = Data::zeros(DType::F32, count);
+            let mut elements = Data::try_zeros(DType::F32, count)?;
             let rows = RowRange {
                 role,
                 batch,

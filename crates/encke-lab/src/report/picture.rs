@@ -2,13 +2,12 @@
 //!
 //! The decision here: nothing is sampled. For the first tokens, a cell is one (query, key) pair
 //! with its multiplicity in the pattern; for the whole sequence, a cell is the exact fraction of
-//! its pairs, counted in closed form because the tokens of a branch are a congruence class.
+//! its pairs, counted query by query: the keys of one are a few runs, whatever the mask is.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 use encke::plan::Plan;
-use encke::{Pattern, Shape};
+use encke::{Pattern, Request, Shape};
 
 /// The most tokens shown pair by pair.
 const CLOSE: usize = 64;
@@ -63,7 +62,7 @@ impl Picture {
             .map(|heads| Close::new(pattern, shape, heads));
         Picture {
             close: close.collect(),
-            whole: (shape.tokens > CLOSE).then(|| Whole::new(plan)),
+            whole: (shape.tokens > CLOSE).then(|| Whole::new(request, &kinds)),
             more_kinds: kinds.len().saturating_sub(KINDS),
         }
     }
@@ -108,91 +107,45 @@ impl Close {
 }
 
 impl Whole {
-    fn new(plan: &Plan) -> Whole {
-        let request = plan.request();
-        let (tokens, heads) = (request.shape.tokens, request.shape.heads);
+    fn new(request: &Request, kinds: &[Vec<usize>]) -> Whole {
+        let (shape, pattern) = (&request.shape, &request.pattern);
+        let tokens = shape.tokens;
         let side = tokens.min(CELLS);
         let edge = |cell: usize| (cell as u128 * tokens as u128 / side as u128) as usize;
-        let causal = request.pattern.is_causal();
-        let fractions = (0..side * side).map(|cell| {
-            let (row, column) = (cell / side, cell % side);
-            let queries = edge(row)..edge(row + 1);
-            let keys = edge(column)..edge(column + 1);
-            let all = (queries.len() * keys.len() * heads) as f64;
-            let attended = plan.lanes().iter().map(|lane| {
-                let set = IndexSet {
-                    segment: lane.segment,
-                    dilation: lane.dilation,
-                    offset: lane.offset,
-                };
-                set.pairs(queries.clone(), keys.clone(), causal) * lane.heads.len() as u128
-            });
-            attended.sum::<u128>() as f64 / all
-        });
+        // The last cell that begins at or before a token.
+        let cell_of = |token: usize| {
+            ((token as u128 + 1) * side as u128).div_ceil(tokens as u128) as usize - 1
+        };
+        let mut pairs = vec![0; side * side];
+        for heads in kinds {
+            for row in 0..side {
+                let seen = |query: usize| pattern.visible(shape, heads[0], query);
+                for run in (edge(row)..edge(row + 1)).flat_map(seen) {
+                    for column in cell_of(run.first)..=cell_of(run.end() - 1) {
+                        let keys = run.within(&(edge(column)..edge(column + 1)));
+                        let count = keys.map_or(0, |keys| keys.count);
+                        pairs[row * side + column] += (count * heads.len()) as u64;
+                    }
+                }
+            }
+        }
+        let fraction = |(cell, attended): (usize, u64)| {
+            let width = |cell: usize| edge(cell + 1) - edge(cell);
+            let all = width(cell / side) * width(cell % side) * shape.heads;
+            attended as f64 / all as f64
+        };
         Whole {
             tokens,
             side,
-            fractions: fractions.collect(),
+            fractions: pairs.into_iter().enumerate().map(fraction).collect(),
         }
-    }
-}
-
-/// The tokens of one lane.
-#[derive(Debug, Clone, Copy)]
-struct IndexSet {
-    segment: usize,
-    dilation: usize,
-    offset: usize,
-}
-
-impl IndexSet {
-    /// Pairs of a query and a key of the same segment, both in the set.
-    fn pairs(&self, queries: Range<usize>, keys: Range<usize>, causal: bool) -> u128 {
-        if causal && keys.start >= queries.end {
-            return 0;
-        }
-        let first = queries.start.max(keys.start) / self.segment;
-        let last = (queries.end.min(keys.end) - 1) / self.segment;
-        let pairs = (first..=last).map(|segment| {
-            let (start, end) = (
-                segment * self.segment,
-                (segment + 1).saturating_mul(self.segment),
-            );
-            let within = |range: &Range<usize>| range.start.max(start)..range.end.min(end);
-            let (queries, keys) = (within(&queries), within(&keys));
-            let count = |range: &Range<usize>| self.rows(range, start);
-            if queries.is_empty() || keys.is_empty() {
-                0
-            } else if !causal || keys.end <= queries.start + 1 {
-                count(&queries) as u128 * count(&keys) as u128
-            } else {
-                let each = queries.filter(|query| (query - start) % self.dilation == self.offset);
-                let counts =
-                    each.map(|query| self.rows(&(keys.start..keys.end.min(query + 1)), start));
-                counts.map(|count| count as u128).sum()
-            }
-        });
-        pairs.sum()
-    }
-
-    /// Number of tokens of the set in a range inside the segment that begins at `start`.
-    fn rows(&self, range: &Range<usize>, start: usize) -> usize {
-        let below = |end: usize| {
-            (end - start)
-                .saturating_sub(self.offset)
-                .div_ceil(self.dilation)
-        };
-        if range.is_empty() {
-            return 0;
-        }
-        below(range.end) - below(range.start)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::{CLOSE, Picture};
-    use encke::conformance::Random;
+    use encke::conformance::{Random, random_mask};
     use encke::{
         Attention, DType, GroupScale, MixingGradient, Mode, OffsetRule, Pass, Pattern, Shape,
     };
@@ -205,11 +158,11 @@ mod tests {
         Picture::new(&attention.plan(shape, DType::F32, Pass::Forward).unwrap())
     }
 
-    /// The closed form agrees with a count of all pairs, for random patterns.
+    /// The runs of keys agree with a count of all pairs, for random patterns and masks.
     #[test]
     fn fractions_of_the_whole_agree_with_a_count_of_all_pairs() {
         let mut random = Random::new(5);
-        for _ in 0..12 {
+        for _ in 0..24 {
             let tokens = CLOSE + 1 + random.below(90);
             let heads = 1 + random.below(3);
             let shape = Shape::new(1, tokens, heads, 1, 4).unwrap();
@@ -223,6 +176,7 @@ mod tests {
             );
             let pattern = Pattern::dilated(&segments, &dilations, mode).unwrap();
             let pattern = pattern.causal(random.once_in(2));
+            let pattern = random_mask(&mut random, pattern, tokens);
             let whole = picture(shape, &pattern).whole.unwrap();
             let edge = |cell: usize| cell * tokens / whole.side;
             for cell in 0..whole.side * whole.side {
@@ -262,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_million_tokens_are_counted_in_closed_form() {
+    fn a_million_tokens_are_counted() {
         let pattern = Pattern::dilated(
             &[2048, 1 << 20],
             &[1, 512],

@@ -28,8 +28,8 @@ pub fn copy_tensor(
             let count = most.min(n - first);
             let elements = count * h * width;
             if read.as_slice().len() != elements {
-                read = Data::zeros(source.dtype(role), elements);
-                rounded = Data::zeros(dtype, elements);
+                read = Data::try_zeros(source.dtype(role), elements)?;
+                rounded = Data::try_zeros(dtype, elements)?;
             }
             let tokens = Run {
                 first,

@@ -103,7 +103,7 @@ impl ExtraTermRows<'_> {
         let shape = &self.request.shape;
         let dims = [1, rows.count, shape.heads, row_width(role, shape)];
         let heads: Vec<usize> = (0..shape.heads).collect();
-        let mut tensor = Tensor::zeros(source.dtype(role), dims);
+        let mut tensor = Tensor::try_zeros(source.dtype(role), dims)?;
         source.read(&range(role, batch, rows, &heads), tensor.data_mut())?;
         Ok(tensor)
     }

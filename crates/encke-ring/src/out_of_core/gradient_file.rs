@@ -63,7 +63,7 @@ impl GradientFile {
     pub fn add(&mut self, range: &RowRange<'_>, rows: &Data) -> Result<(), StreamError> {
         let count = rows.as_slice().len();
         if self.row.as_slice().len() != count {
-            self.row = Data::zeros(self.request.dtype.sum(), count);
+            self.row = Data::try_zeros(self.request.dtype.sum(), count)?;
         }
         self.sums.read(range, &mut self.row)?;
         let block = Block::contiguous(count, 0, 0);

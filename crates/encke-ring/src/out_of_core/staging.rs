@@ -62,7 +62,10 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
         let mut ready: Option<(usize, Tensor)> = None;
         // The next chunk is read while this one is copied into the buffer.
         while ready.is_some() || coming.is_some() {
-            let mut next = coming.map(|(at, chunk)| (at, self.host(stored, elements(&chunk))));
+            let mut next = match &coming {
+                Some((at, chunk)) => Some((*at, self.host(stored, elements(chunk))?)),
+                None => None,
+            };
             let mut read = || match (&coming, &mut next) {
                 (Some((_, chunk)), Some((_, host))) => source.read(chunk, host.data_mut()),
                 _ => Ok(()),
@@ -111,7 +114,7 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
         let BufferSlot { dtype, at, .. } = from;
         for (offset, chunk) in chunks(range, width) {
             let elements = chunk.tokens.count * chunk.heads.len() * width;
-            let mut host = self.host(rounded, elements);
+            let mut host = self.host(rounded, elements)?;
             let mut device = self.device(dtype, elements)?;
             let block = Block::contiguous(elements, at + offset, 0);
             let from = self.kernel.input(from.buffer);
@@ -131,20 +134,20 @@ impl<'a, K: Kernel> StagingBuffer<'a, K> {
     }
 
     /// A host tensor with this many elements, in reused memory.
-    fn host(&mut self, dtype: DType, elements: usize) -> Tensor {
+    fn host(&mut self, dtype: DType, elements: usize) -> Result<Tensor, StreamError> {
         let fits = |tensor: &Tensor| tensor.dtype() == dtype;
         let found = self.host.iter().position(fits);
         let dims = [1, 1, 1, elements];
         let Some(at) = found else {
-            return Tensor::zeros(dtype, dims);
+            return Ok(Tensor::try_zeros(dtype, dims)?);
         };
         let mut tensor = self.host.swap_remove(at);
         if tensor.dims() == dims {
-            return tensor;
+            return Ok(tensor);
         }
         let mut data = std::mem::take(tensor.data_mut());
         with_typed!(Data, &mut data, x => x.resize(elements, Default::default()));
-        Tensor::from_data(data, dims).expect("it was resized to this length")
+        Ok(Tensor::from_data(data, dims)?)
     }
 
     /// A device buffer with at least this many elements.
