@@ -12,8 +12,8 @@ pub struct DeviceOption {
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: ComputeDevice,
 
-    /// How parcels go between GPUs of several processes: auto (the fastest that connects two ranks),
-    /// ipc (GPU memory that both read), nccl, or host (pinned memory and MPI).
+    /// How parcels go between GPUs of several processes: auto (the fastest that connects two
+    /// ranks), ipc (GPU memory that both read), nccl, or host (pinned memory and MPI).
     #[arg(long, value_name = "WIRE", default_value_t)]
     pub wire: WireChoice,
 }

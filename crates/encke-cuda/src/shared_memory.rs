@@ -176,7 +176,7 @@ impl OpenedSlot {
         to.device()
             .enqueue_recorded(stream, what, &[], &[to], |stream| {
                 let stream = stream.cu_stream();
-                // SAFETY: both ends of the message have the same size, and the slot has room for it.
+                // SAFETY: both ends of the message have one size, and the slot has room for it.
                 let emptied = unsafe {
                     let copied =
                         result::memcpy_dtod_async(target, from + HEADER as u64, bytes, stream);

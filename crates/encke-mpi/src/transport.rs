@@ -38,7 +38,7 @@ const WAIT_POLL: Duration = Duration::from_micros(30);
 /// Polls without a pause when a rank begins to wait.
 const SPINS: usize = 200;
 /// One more for each so many bytes: MPI moves a fragment of a long message in each of its calls
-/// where one process cannot read another's memory, and a pause after each would be most of the time.
+/// where one process cannot read another's memory; pauses between them would be most of the time.
 const BYTES_PER_SPIN: usize = 16 << 10;
 
 /// One rank's end of the transport. Ranks keep their numbers when others die.

@@ -2,8 +2,8 @@
 //! ranks that are processes return the bits of ranks that are threads, and of the simulator.
 //!
 //! Every process computes the whole call, with threads and on the CPU in the simulator, in addition
-//! to its own rank, and compares its own rows. The root also compares the results of threads with the f64
-//! reference.
+//! to its own rank, and compares its own rows. The root also compares the results of threads with
+//! the f64 reference.
 
 use std::time::{Duration, Instant};
 
@@ -40,7 +40,7 @@ pub fn check_transport<K: RankKernel>(
         cluster.wire.begin();
         let (rank, ranks) = (cluster.rank(), cluster.ranks());
         let inner = K::wire(cluster);
-        let suite = conformance::transport(rank, ranks, &mut ByteTransport { kernel, inner });
+        let suite = conformance::transport(rank, ranks, &mut WireOfBytes { kernel, inner });
         let passed = cluster.all_passed(suite.map_err(anyhow::Error::from))?;
         if passed.is_err() {
             return Ok(passed);
@@ -50,12 +50,12 @@ pub fn check_transport<K: RankKernel>(
 }
 
 /// A transport of a kernel's buffers as one of bytes, each of which becomes an f32.
-struct ByteTransport<'a, K: RankKernel> {
+struct WireOfBytes<'a, K: RankKernel> {
     kernel: &'a K,
     inner: Box<dyn Survivors<K::Buffer> + 'a>,
 }
 
-impl<K: RankKernel> ByteTransport<'_, K> {
+impl<K: RankKernel> WireOfBytes<'_, K> {
     fn buffer(&self, bytes: &[u8]) -> Result<K::Buffer, KernelError> {
         let values: Vec<f32> = bytes.iter().map(|&byte| byte.into()).collect();
         let mut buffer = self.kernel.allocate(DType::F32, bytes.len())?;
@@ -72,7 +72,7 @@ impl<K: RankKernel> ByteTransport<'_, K> {
     }
 }
 
-impl<K: RankKernel> Transport<Vec<u8>> for ByteTransport<'_, K> {
+impl<K: RankKernel> Transport<Vec<u8>> for WireOfBytes<'_, K> {
     fn exchange(
         &mut self,
         round: usize,
