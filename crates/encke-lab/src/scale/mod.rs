@@ -166,10 +166,10 @@ impl ScaleFindings {
              and {DENSE_RANKS} ranks with the same shards, because every further rank adds a round \
              like the others (heads x sequence: from about 8 nodes on; through rings of 4 and 8 \
              nodes the line was 8 % short). LongNet's rings repeat along the sequence, so more \
-             than {LONGNET_RANKS} ranks have the time of {LONGNET_RANKS} with the same shards. Memory \
-             is that of the fullest of six ranks; the fastest schedule is one that fits 141 GB, \
-             where one does. Shards of less than {LEAST_SHARD} tokens are \
-             left out. Congestion beyond the ports of the cards, and the time to read inputs, are \
+             than {LONGNET_RANKS} ranks have the time of {LONGNET_RANKS} with the same shards. \
+             Memory is that of the fullest of six ranks; the fastest schedule is one that fits \
+             141 GB, where one does. Shards of less than {LEAST_SHARD} tokens are left out. \
+             Congestion beyond the ports of the cards, and the time to read inputs, are \
              not part of the model.",
             DENSE_RANKS / 2
         )
