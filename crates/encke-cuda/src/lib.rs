@@ -52,4 +52,4 @@ pub use nvrtc::{CompiledProgram, Nvrtc, compile_warnings};
 pub use pinned::Pinned;
 pub use program::Program;
 pub use shared_memory::SharedMemoryProbe;
-pub use staged::{ClosedSlots, Staged, StagedOver, StagedParcels};
+pub use staged::{ClosedSlots, Staged, StagedParcels};

@@ -218,11 +218,6 @@ impl SharedSlots {
         })
     }
 
-    /// Bytes that this process has allocated for others.
-    pub fn allocated_bytes(&self) -> usize {
-        self.slots.iter().map(|slot| slot.bytes + HEADER).sum()
-    }
-
     /// Enqueues the copy of a parcel into an empty slot; returns the slot.
     pub fn fill(&mut self, from: &DeviceAllocation, bytes: usize) -> Result<SlotIndex> {
         let at = self.empty_slot(bytes)?;

@@ -9,6 +9,7 @@
 //! therefore receives into a second set of pinned memory, and no thread waits for the copies of the
 //! last round.
 
+use std::borrow::BorrowMut;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,10 +27,11 @@ use crate::messages::local_error;
 use crate::pinned::Pinned;
 use crate::shared_memory::{SharedSlots, SlotIndex, TICKET};
 
-/// A transport of a GPU's buffers over a transport of pinned parcels.
-pub struct Staged<T> {
+/// A transport of a GPU's buffers over a transport of pinned parcels. It owns both, or borrows them
+/// ([`StagedParcels::over`]).
+pub struct Staged<T, P = StagedParcels> {
     inner: T,
-    parcels: StagedParcels,
+    parcels: P,
 }
 
 impl<T: Transport<Pinned>> Staged<T> {
@@ -51,7 +53,7 @@ impl<T: Transport<Pinned>> Staged<T> {
     }
 }
 
-impl<T: Transport<Pinned>> Transport<Buffer> for Staged<T> {
+impl<T: Transport<Pinned>, P: BorrowMut<StagedParcels>> Transport<Buffer> for Staged<T, P> {
     fn exchange(
         &mut self,
         round: usize,
@@ -59,9 +61,18 @@ impl<T: Transport<Pinned>> Transport<Buffer> for Staged<T> {
         incoming: &mut [Incoming<'_, Buffer>],
         meanwhile: &mut dyn FnMut(),
     ) -> std::result::Result<Moved, TransportError> {
-        let inner = &mut self.inner;
-        self.parcels
-            .exchange(inner, round, outgoing, incoming, meanwhile)
+        let (inner, parcels) = (&mut self.inner, self.parcels.borrow_mut());
+        parcels.exchange(inner, round, outgoing, incoming, meanwhile)
+    }
+}
+
+impl<T: Survivors<Pinned>, P: BorrowMut<StagedParcels>> Survivors<Buffer> for Staged<T, P> {
+    fn agree(&mut self, progress: RankProgress) -> std::result::Result<Agreement, TransportError> {
+        self.inner.agree(progress)
+    }
+
+    fn give_up(&mut self, reason: &str) {
+        self.inner.give_up(reason);
     }
 }
 
@@ -77,12 +88,6 @@ pub struct StagedParcels {
     /// Ranks that can read this GPU's memory and whose memory it can read.
     sharing: Vec<usize>,
     slots: Option<SharedSlots>,
-}
-
-/// A rank's parcels over a borrowed transport.
-pub struct StagedOver<'a, T> {
-    inner: &'a mut T,
-    parcels: &'a mut StagedParcels,
 }
 
 impl StagedParcels {
@@ -110,8 +115,8 @@ impl StagedParcels {
     }
 
     /// As a transport over `inner`.
-    pub fn over<'a, T>(&'a mut self, inner: &'a mut T) -> StagedOver<'a, T> {
-        StagedOver {
+    pub fn over<T: Transport<Pinned>>(&mut self, inner: T) -> Staged<T, &mut StagedParcels> {
+        Staged {
             inner,
             parcels: self,
         }
@@ -122,11 +127,6 @@ impl StagedParcels {
         let received = self.received.iter().flatten();
         let all = self.sent.iter().chain(received);
         all.map(WireBuffer::allocated_bytes).sum()
-    }
-
-    /// Bytes of the GPU's memory that it shares with other processes.
-    pub fn shared_bytes(&self) -> usize {
-        self.slots.as_ref().map_or(0, SharedSlots::allocated_bytes)
     }
 
     /// Closes the memory of other processes. Afterwards parcels go through the host.
@@ -270,29 +270,5 @@ impl ClosedSlots {
     /// Frees it. Every other process must have closed its own before.
     pub fn free(self) {
         self.0.into_iter().for_each(SharedSlots::free);
-    }
-}
-
-impl<T: Transport<Pinned>> Transport<Buffer> for StagedOver<'_, T> {
-    fn exchange(
-        &mut self,
-        round: usize,
-        outgoing: &[Outgoing<'_, Buffer>],
-        incoming: &mut [Incoming<'_, Buffer>],
-        meanwhile: &mut dyn FnMut(),
-    ) -> std::result::Result<Moved, TransportError> {
-        let inner = &mut *self.inner;
-        self.parcels
-            .exchange(inner, round, outgoing, incoming, meanwhile)
-    }
-}
-
-impl<T: Survivors<Pinned>> Survivors<Buffer> for StagedOver<'_, T> {
-    fn agree(&mut self, progress: RankProgress) -> std::result::Result<Agreement, TransportError> {
-        self.inner.agree(progress)
-    }
-
-    fn give_up(&mut self, reason: &str) {
-        self.inner.give_up(reason);
     }
 }

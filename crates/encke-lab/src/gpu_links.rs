@@ -153,7 +153,7 @@ impl Cluster {
                 bail!("the root's NCCL has another kind of identity than this one");
             };
             let joined = NcclTransport::new(&nccl, kernel.device(), &id, rank, ranks, deadline);
-            // NCCL itself refuses ranks that share a GPU, unless it is told otherwise.
+            // NCCL refuses ranks that share a GPU unless NCCL_HOSTID differs between them.
             joined.with_context(|| match distinct {
                 true => "--wire nccl",
                 false => "--wire nccl, with processes that share a GPU",
@@ -175,16 +175,20 @@ impl Cluster {
 
     /// The transport between GPUs.
     pub(crate) fn gpu_wire(&mut self) -> Box<dyn Survivors<Buffer> + '_> {
+        let rank = self.rank();
         let links = self.gpu.as_mut().expect("a GPU was opened before");
         match &mut links.nccl {
-            Some(nccl) => Box::new(NcclWire(nccl)),
+            Some(wire) => Box::new(NcclWire { wire, rank }),
             None => Box::new(links.parcels.over(&mut self.wire)),
         }
     }
 }
 
 /// NCCL between ranks none of which survives the others.
-struct NcclWire<'a>(&'a mut NcclTransport);
+struct NcclWire<'a> {
+    wire: &'a mut NcclTransport,
+    rank: usize,
+}
 
 impl Transport<Buffer> for NcclWire<'_> {
     fn exchange(
@@ -194,14 +198,14 @@ impl Transport<Buffer> for NcclWire<'_> {
         incoming: &mut [Incoming<'_, Buffer>],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Moved, TransportError> {
-        self.0.exchange(round, outgoing, incoming, meanwhile)
+        self.wire.exchange(round, outgoing, incoming, meanwhile)
     }
 }
 
 impl Survivors<Buffer> for NcclWire<'_> {
     fn agree(&mut self, _: RankProgress) -> Result<Agreement, TransportError> {
         Err(TransportError::Local {
-            rank: 0,
+            rank: self.rank,
             round: 0,
             reason: "NCCL has no agreement of survivors; use --wire auto or host".to_string(),
         })

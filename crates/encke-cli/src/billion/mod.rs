@@ -169,6 +169,8 @@ pub fn run_as_rank(
     let kernel = billion::processes::ShareKernel::open(cluster, options.device.device)?;
     let share = billion::processes::prepare(cluster, &run, kernel);
     let mut share = cluster.agree(share)?;
+    // GPUs of different sizes choose different numbers.
+    cluster.check_equal("the number of ranks", share.ranks() as u64)?;
     let job = share.run(cluster)?;
     let shown = job.map_or(Ok(true), |job| {
         OutputFile::write_json(file, &job.record)?;

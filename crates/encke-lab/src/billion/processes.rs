@@ -149,6 +149,11 @@ impl BillionShare {
         Ok(all.map(|all| self.sum(all)))
     }
 
+    /// The number of ranks of the run, over all processes.
+    pub fn ranks(&self) -> usize {
+        self.state.settings.ranks
+    }
+
     /// Removes the state file of this process.
     pub fn remove_state(&self) -> Result<()> {
         remove_state(&self.path)

@@ -235,35 +235,32 @@ fn measure_pass<K: RankKernel>(
     };
     let alone = time_messages_alone(cluster, kernel, &program)?;
     let hop_seconds = alone.iter().sum::<Duration>().as_secs_f64();
-    if K::ASYNCHRONOUS {
-        let again = ShardCall::on_rank(kernel, &plan, rank);
-        let compute_seconds = time_jobs_alone(cluster, kernel, again)?;
-        let wait_seconds = (seconds - compute_seconds).max(0.0);
-        return Ok(RankPassProfile {
-            resident_growth_bytes: before.zip(after).map(|(b, a)| a.saturating_sub(b)),
-            seconds,
-            compute_seconds,
-            hop_seconds,
-            wait_seconds,
-            exposed_seconds: wait_seconds.min(hop_seconds),
-            sent_bytes: done.events.iter().map(|event| event.sent_bytes).sum(),
-            memory: done.memory,
-        });
-    }
-    let waited = |round: usize| -> Duration {
-        let events = done.events.iter();
-        let waits = events.filter(|e| e.activity == Activity::Wait && e.round == round);
-        waits.map(|event| event.duration).sum()
+    let [compute_seconds, wait_seconds, exposed_seconds] = match K::ASYNCHRONOUS {
+        true => {
+            let again = ShardCall::on_rank(kernel, &plan, rank);
+            let jobs = time_jobs_alone(cluster, kernel, again)?;
+            let beyond = (seconds - jobs).max(0.0);
+            [jobs, beyond, beyond.min(hop_seconds)]
+        }
+        false => {
+            let waited = |round: usize| -> Duration {
+                let events = done.events.iter();
+                let waits = events.filter(|e| e.activity == Activity::Wait && e.round == round);
+                waits.map(|event| event.duration).sum()
+            };
+            let exposed = alone.iter().enumerate();
+            let exposed = exposed.map(|(round, alone)| waited(round).min(*alone));
+            let exposed = exposed.sum::<Duration>().as_secs_f64();
+            [total(Activity::Compute), total(Activity::Wait), exposed]
+        }
     };
-    let exposed = alone.iter().enumerate();
-    let exposed = exposed.map(|(round, alone)| waited(round).min(*alone));
     Ok(RankPassProfile {
         resident_growth_bytes: before.zip(after).map(|(b, a)| a.saturating_sub(b)),
         seconds,
-        compute_seconds: total(Activity::Compute),
+        compute_seconds,
         hop_seconds,
-        wait_seconds: total(Activity::Wait),
-        exposed_seconds: exposed.sum::<Duration>().as_secs_f64(),
+        wait_seconds,
+        exposed_seconds,
         sent_bytes: done.events.iter().map(|event| event.sent_bytes).sum(),
         memory: done.memory,
     })

@@ -176,7 +176,7 @@ impl ScaleFindings {
     }
 }
 
-/// Predicts every point, on at most `most` devices; `progress` is told what is next.
+/// Predicts every point, on at most `most` devices; calls `progress` with the name of the next one.
 pub fn predict(
     machine: &Machine,
     most: usize,

@@ -40,7 +40,15 @@ pub fn check_transport<K: RankKernel>(
         cluster.wire.begin();
         let (rank, ranks) = (cluster.rank(), cluster.ranks());
         let inner = K::wire(cluster);
-        let suite = conformance::transport(rank, ranks, &mut WireOfBytes { kernel, inner });
+        let suite = conformance::transport(
+            rank,
+            ranks,
+            &mut WireOfBytes {
+                kernel,
+                rank,
+                inner,
+            },
+        );
         let passed = cluster.all_passed(suite.map_err(anyhow::Error::from))?;
         if passed.is_err() {
             return Ok(passed);
@@ -52,6 +60,7 @@ pub fn check_transport<K: RankKernel>(
 /// A transport of a kernel's buffers as one of bytes, each of which becomes an f32.
 struct WireOfBytes<'a, K: RankKernel> {
     kernel: &'a K,
+    rank: usize,
     inner: Box<dyn Survivors<K::Buffer> + 'a>,
 }
 
@@ -80,8 +89,9 @@ impl<K: RankKernel> Transport<Vec<u8>> for WireOfBytes<'_, K> {
         incoming: &mut [Incoming<'_, Vec<u8>>],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Moved, TransportError> {
+        let rank = self.rank;
         let failed = |error: KernelError| TransportError::Local {
-            rank: 0,
+            rank,
             round,
             reason: error.to_string(),
         };
