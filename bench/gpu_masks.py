@@ -6,6 +6,9 @@
 One line for each shape: milliseconds and TFLOP/s of the visible pairs, forward and backward alone,
 for Encke and, where it is installed and has the mask, FlashAttention-4. The first rows are dense: a
 mask must not change them. A time is the median over turns of CUDA events around several calls.
+
+The last rows are of few queries over many keys (decode), forward alone, beside PyTorch's SDPA:
+milliseconds and TB/s of the keys and values, each counted once. An answer is checked in f32 first.
 """
 
 import argparse, json, math, random, statistics
@@ -60,6 +63,14 @@ SHAPES = [
     ("sinks window 128 16k d64 64:8", 16 * K, 64, 8, 64, 64,
      dict(causal=True, window=(127, 0), sinks=True)),
 ]
+
+
+# name, batch, queries, keys, heads, key heads, dim
+DECODE = [
+    (f"decode {queries} of 128k d128 32:8{of}", batch, queries, 128 * K, 32, 8, 128)
+    for batch, of in ((1, ""), (8, " batch 8"))
+    for queries in (1, 4, 16)
+] + [("prefill chunk 64 of 128k d128 32:8", 1, 64, 128 * K, 32, 8, 128)]
 
 
 def pairs(tokens, options):
@@ -164,11 +175,82 @@ def row(name, tokens, heads, kv_heads, dim, value_dim, options):
     return found
 
 
+def in_turns(calls):
+    """The median time of each call, in milliseconds."""
+    times = {who: [] for who in calls}
+    for _ in range(args.turns):
+        for who, call in calls.items():
+            count = max(1, min(50, math.ceil(10 / max(milliseconds(call, 1), 1e-3))))
+            times[who].append(milliseconds(call, count))
+    return {who: statistics.median(all_times) for who, all_times in times.items()}
+
+
+def exact(q, k, v):
+    """Causal attention of the last queries in f32, one head of keys after the other."""
+    queries, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    hidden = torch.ones(queries, keys, dtype=torch.bool, device="cuda").triu(keys - queries + 1)
+    out = torch.empty(q.shape, device="cuda")
+    for entry in range(q.shape[0]):
+        for head in range(k.shape[2]):
+            own = slice(head * group, (head + 1) * group)
+            keys_of, values_of = k[entry, :, head].float(), v[entry, :, head].float()
+            scores = torch.einsum("qhd,kd->hqk", q[entry, :, own].float(), keys_of)
+            scores = (scores / q.shape[3] ** 0.5).masked_fill(hidden, -math.inf)
+            out[entry, :, own] = torch.einsum("hqk,kd->qhd", scores.softmax(-1), values_of)
+    return out
+
+
+def sdpa(q, k, v):
+    from torch.nn.attention.bias import causal_lower_right
+
+    # One query sees every key.
+    mask = None if q.shape[1] == 1 else causal_lower_right(q.shape[1], k.shape[1])
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+@torch.no_grad()
+def decode_row(name, batch, queries, keys, heads, kv_heads, dim):
+    """The last queries of a sequence over all of its keys."""
+    make = lambda n, h: torch.randn(  # noqa: E731
+        batch, n, h, dim, dtype=torch.bfloat16, device="cuda"
+    )
+    q, k, v = make(queries, heads), make(keys, kv_heads), make(keys, kv_heads)
+    contestants = {
+        "encke": lambda: encke.attention(q, k, v, causal=True),
+        "sdpa": lambda: sdpa(q, k, v),
+    }
+    if flash_attn_func is not None:
+        contestants["fa4"] = lambda: flash_attn_func(q, k, v, causal=True)[0]
+    expected, calls, found = exact(q, k, v), {}, {"name": name}
+    for who, call in contestants.items():
+        try:
+            off = float((call().float() - expected).norm() / expected.norm())
+        except Exception as error:
+            print(f"{name}: {who} failed: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        if not off < 1e-2:
+            print(f"{name}: {who} is wrong: relative error {off:.2e}")
+            continue
+        found[f"{who} error"] = round(off, 5)
+        calls[who] = call
+    bytes_read = 2 * batch * keys * kv_heads * dim * k.element_size()
+    for who, ms in in_turns(calls).items():
+        found[f"{who} ms"] = round(ms, 4)
+        found[f"{who} TB/s"] = round(bytes_read / ms / 1e9, 3)
+    return found
+
+
 print(torch.cuda.get_device_name())
 rows = []
 for shape in SHAPES:
     if args.only in shape[0]:
         rows.append(row(*shape))
+        print(json.dumps(rows[-1]), flush=True)
+for shape in DECODE:
+    if args.only in shape[0]:
+        rows.append(decode_row(*shape))
         print(json.dumps(rows[-1]), flush=True)
 if args.record:
     with open(args.record, "w") as file:

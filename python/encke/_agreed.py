@@ -15,7 +15,7 @@ class AgreedRequests:
     """Shards and rings by the requests that all ranks have agreed on.
 
     All ranks make the same calls in the same order, so that their caches hold the same requests.
-    Those of packed documents and of dropout are fewer: the next batch mostly has others.
+    Those of packed documents and of a seed are fewer: the next batch mostly has others.
     """
 
     def __init__(self) -> None:
@@ -37,5 +37,6 @@ class AgreedRequests:
         of[key] = value
 
     def _of(self, options: Options) -> dict[Any, Any]:
-        lasting = options.documents is None and options.seed is None
+        # Seed 0 stands for all seeds, too (`_ring.shard_of`).
+        lasting = options.documents is None and not options.seed
         return self._lasting if lasting else self._packed

@@ -2,8 +2,9 @@
 
 The decision here: an operator with forty arguments costs tens of microseconds in torch's
 dispatcher, so a plain call does not use it. It does as soon as something could see the difference:
-a dispatch mode (FLOP counters, selective checkpointing, fake tensors, ``make_fx``), a transform of
-``torch.func``, ``torch.jit.trace``, a profiler, or a class of tensors of its own.
+a dispatch mode (FLOP counters, selective checkpointing, fake tensors, ``make_fx``), a function
+mode, a transform of ``torch.func``, ``torch.jit.trace``, a profiler of this or of all threads, or a
+class of tensors of its own. A backward pass asks again, whatever saw its forward pass.
 """
 
 from __future__ import annotations
@@ -14,23 +15,41 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch.autograd import profiler
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _traced = torch._C._get_tracing_state
 _profiled = torch.autograd._profiler_enabled
+_function_modes = torch._C._len_torch_function_stack
+# Whether a gradient is one of several (is_grads_batched): autograd maps over them without
+# torch.func's transforms.
+is_batched = torch._C._functorch.is_legacy_batchedtensor
 # Classes that keep their elements in memory.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def observed() -> bool:
     """Whether anything looks at the operators of this thread."""
-    return bool(_modes() or _transforms() or _profiled() or _traced() is not None)
+    if _modes() or _transforms() or _profiled() or _traced() is not None:
+        return True
+    # A profiler of another thread may record all of them.
+    if profiler._is_profiler_enabled:
+        return True
+    # torch.set_default_device is a mode, too, which looks at functions that make tensors.
+    return _function_modes() > 0 and any(
+        not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    )
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func is under way."""
-    return _transforms()
+    """Whether a transform of torch.func is under way; operators themselves are functional."""
+    return _transforms() and any(
+        level.key() != torch._C._functorch.TransformType.Functionalize
+        for level in torch._C._functorch.get_interpreter_stack() or ()
+    )
 
 
 def is_plain(*tensors: Tensor) -> bool:

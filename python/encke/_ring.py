@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from encke import _cuda, _encke, _gpu
 from encke._gpu_mixing import GpuMixing, is_needed
+from encke._observed import observed
 from encke._readable import readable
 from encke._wire import Disagreement, Wire, wire_of
 from encke.options import Options
@@ -31,6 +32,7 @@ class Request(NamedTuple):
     grad: bool = False
     return_lse: bool = False
     sinks: bool = False
+    query_tokens: Optional[int] = None
 
 
 def attend(
@@ -43,7 +45,7 @@ def attend(
     """out and lse of this rank's rows; ``refusal`` is an error of this rank's own arguments."""
     ring = agreed(wire_of(group), qkv, request, refusal)
     if request.grad:
-        return _RingAttention.apply(*qkv, sinks, ring, request.return_lse)
+        return _RingAttention.apply(*qkv, sinks, ring, request)
     out, lse, _, _ = ring.forward(*qkv, sinks)
     return out, lse
 
@@ -54,6 +56,7 @@ class Ring(NamedTuple):
     wire: Wire
     shard: _encke.Shard
     sizes: tuple[int, ...]
+    queries: int
     options: Options
     description: str
 
@@ -67,6 +70,11 @@ class Ring(NamedTuple):
         """The length of the whole sequence."""
         return sum(self.sizes)
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Queries and keys of the whole sequence."""
+        return self.queries, self.tokens
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor] = None
     ) -> tuple[Any, ...]:
@@ -75,7 +83,7 @@ class Ring(NamedTuple):
             if not q.is_cuda:
                 call = self.wire.call(f"forward {self.description}", q.device)
                 of = None if sinks is None else sinks.tolist()
-                return self.shard.forward(self.tokens, q, k, v, call, of)
+                return self.shard.forward(self.rows, q, k, v, call, of)
             mixing = self._mixing()
             results = self.attend(q, k, v) if mixing is None else mixing.forward(q, k, v)
             return *_gpu.with_sinks(*results, sinks), None, None
@@ -88,7 +96,7 @@ class Ring(NamedTuple):
                 call = self.wire.call(f"backward {self.description}", q.device)
                 of = None if sinks is None else sinks.tolist()
                 *gradients, dsinks = self.shard.backward(
-                    self.tokens, q, k, v, saved[3:7], dout, dlse, call, of
+                    self.rows, q, k, v, saved[3:7], dout, dlse, call, of
                 )
                 return *gradients, None if sinks is None else sinks.new_tensor(dsinks)
             inputs = (q, k, v, out, lse, dout, dlse)
@@ -129,7 +137,7 @@ class Ring(NamedTuple):
     def phantoms(self, q: Tensor, k: Tensor, v: Tensor) -> Optional[bytes]:
         """The logarithms of the phantom keys of this rank's queries."""
         shard = shard_of(self.wire, self.options, self.sizes)
-        sizes = (k.shape[0], self.tokens, q.shape[2], *k.shape[2:], self.tokens, v.shape[3])
+        sizes = (k.shape[0], self.tokens, q.shape[2], *k.shape[2:], self.queries, v.shape[3])
         return shard.phantoms(sizes, str(q.dtype))
 
 
@@ -144,12 +152,12 @@ class _RingAttention(torch.autograd.Function):
         v: Tensor,
         sinks: Optional[Tensor],
         ring: Ring,
-        return_lse: bool,
+        request: Request,
     ) -> tuple[Tensor, Tensor]:
         out, lse, slot_out, slot_lse = ring.forward(q, k, v, sinks)
-        ctx.ring = ring
-        ctx.with_lse = return_lse
-        if not return_lse:
+        ctx.ring, ctx.request = ring, request
+        ctx.with_lse = request.return_lse
+        if not ctx.with_lse:
             ctx.mark_non_differentiable(lse)
         if ring.shard.recomputes:
             ctx.save_for_backward(q, k, v, None, None, None, None, sinks)
@@ -166,7 +174,12 @@ class _RingAttention(torch.autograd.Function):
         # messages of all ranks must match.
         dlse = readable(dlse.contiguous()) if ctx.with_lse else None
         dout = readable(dout.contiguous())
-        every = ctx.ring.backward(*ctx.saved_tensors, dout=dout, dlse=dlse)
+        if observed():
+            from encke._ring_operator import backward_as_operator
+
+            every = backward_as_operator(ctx.ring, ctx.request, ctx.saved_tensors, dout, dlse)
+        else:
+            every = ctx.ring.backward(*ctx.saved_tensors, dout=dout, dlse=dlse)
         needed = zip(every, ctx.needs_input_grad)
         return *(gradient if need else None for gradient, need in needed), None, None
 
@@ -179,7 +192,7 @@ def agreed(
 ) -> Ring:
     """The ring for a call, once all ranks have made the same request."""
     wire.check()
-    rows = given[0].shape[1] if given[0].dim() == 4 else -1
+    rows = tuple(x.shape[1] if x.dim() == 4 else -1 for x in given[:2])
     shapes = tuple((x.shape[0], *x.shape[2:]) for x in given)
     key = (request, shapes, rows, given[0].dtype, given[0].device)
     cached = wire.agreed.get(request.options, key) if request.sizes is not None else None
@@ -187,24 +200,52 @@ def agreed(
         return cached
     description = _describe(given, request)
     try:
-        _check(given)
+        _check(given, request)
         wire.check_device(given[0].device)
     except (TypeError, ValueError) as error:
         refusal = error
-    every = tuple(agree(wire, description, rows, refusal))
+    queries, every = zip(*agree(wire, description, rows, refusal))
     if request.sizes is not None and every != request.sizes:
         raise Disagreement(f"sizes is {list(request.sizes)}, but the ranks have {list(every)} rows")
     # From here on every rank has the same description, and raises the same errors.
-    ring = ring_of(wire, given, request, every)
+    _check_queries(request, queries, every)
+    ring = ring_of(wire, given, request, every, sum(queries))
     if request.sizes is not None:
         wire.agreed.put(request.options, key, ring)
     return ring
 
 
+def _check_queries(request: Request, queries: tuple[int, ...], every: tuple[int, ...]) -> None:
+    """Refuses queries that are not on the ranks of the tokens at their positions."""
+    tokens, total = sum(every), sum(queries)
+    if request.query_tokens not in (None, total):
+        raise ValueError(
+            f"query_tokens is {request.query_tokens}, but the ranks have {total} queries"
+        )
+    if total > tokens:
+        raise ValueError(f"the ranks have {total} queries, but only {tokens} keys")
+    first = tokens - total if request.options.query_offset is None else request.options.query_offset
+    cut, ranks = cut_of(request.options.sharding, every), len(every)
+    runs = (_encke.query_runs(cut, ranks, tokens, rank, first, total) for rank in range(ranks))
+    expected = [sum(count for _, _, count in of_rank) for of_rank in runs]
+    if list(queries) != expected:
+        raise ValueError(
+            f"the ranks have {list(queries)} queries, but the {total} tokens from position {first} "
+            f"on are {expected} rows of them: cut q with encke.distributed.shard(q, "
+            f"tokens={tokens})"
+        )
+
+
 def ring_of(
-    wire: Wire, given: tuple[Tensor, ...], request: Request, every: tuple[int, ...]
+    wire: Wire,
+    given: tuple[Tensor, ...],
+    request: Request,
+    every: tuple[int, ...],
+    queries: int,
 ) -> Ring:
-    """The ring of ranks that have agreed; ``every`` has the rows of each rank."""
+    """The ring of ranks that have agreed; ``every`` has the keys of each rank, and ``queries`` are
+    those of all ranks.
+    """
     options = request.options
     shard = shard_of(wire, options, every)
     q, k, v = given
@@ -214,11 +255,15 @@ def ring_of(
             f'be "keep"; the rows are {list(every)}'
         )
     tokens = sum(every)
+    if q.is_cuda and queries != tokens:
+        raise ValueError(
+            f"on GPUs every key needs its query, but there are {queries} queries for {tokens} keys"
+        )
     sizes = (q.shape[0], tokens, q.shape[2], k.shape[2], q.shape[3])
-    shape = (*sizes, tokens, v.shape[3])
+    shape = (*sizes, queries, v.shape[3])
     shard.check(shape, options.precision or str(q.dtype))
-    description = json.dumps([_describe(given, request), every], default=str)
-    return Ring(wire, shard, every, options, description)
+    description = json.dumps([_describe(given, request), every, queries], default=str)
+    return Ring(wire, shard, every, queries, options, description)
 
 
 def _describe(given: tuple[Tensor, ...], request: Request) -> dict[str, Any]:
@@ -231,7 +276,7 @@ def _describe(given: tuple[Tensor, ...], request: Request) -> dict[str, Any]:
     return description
 
 
-def _check(given: tuple[Tensor, Tensor, Tensor]) -> None:
+def _check(given: tuple[Tensor, Tensor, Tensor], request: Request) -> None:
     """Refuses tensors that are not a shard."""
     for name, tensor in zip("qkv", given):
         if tensor.dim() != 4:
@@ -251,26 +296,35 @@ def _check(given: tuple[Tensor, Tensor, Tensor]) -> None:
             raise TypeError(
                 f"{name} is {tensor.dtype} but q is {given[0].dtype}; convert one of them"
             )
-        if tensor.shape[1] != given[0].shape[1]:
-            rows = given[0].shape[1]
-            raise ValueError(f"{name} has {tensor.shape[1]} rows but q has {rows}")
+    q, k, v = (tensor.shape[1] for tensor in given)
+    if v != k:
+        raise ValueError(f"v has {v} rows but k has {k}")
+    if q != k and request.sizes is not None and request.query_tokens is None:
+        raise ValueError(
+            f"q has {q} rows but k has {k}; with sizes and fewer queries than keys, give "
+            "query_tokens, the number of queries of the whole sequence"
+        )
 
 
 def agree(
-    wire: Wire, description: dict[str, Any], rows: int, refusal: Optional[Exception]
-) -> list[int]:
-    """The rows of every rank, or the same error on all ranks if their requests differ."""
+    wire: Wire,
+    description: dict[str, Any],
+    rows: tuple[int, ...],
+    refusal: Optional[Exception],
+) -> list[tuple[int, ...]]:
+    """Both numbers of rows of every rank, or the same error on all ranks if requests differ."""
     text = json.dumps(description, default=str, sort_keys=True)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     if refusal is not None:
         text = json.dumps({"refusal": str(refusal)})
     encoded = text.encode()
-    own = torch.tensor([digest, rows, len(encoded), int(refusal is not None)])
-    every = torch.stack(wire.gather("agreeing on the request", own, [4] * wire.size)).tolist()
-    if all(other[0] == digest and not other[3] for other in every):
-        return [other[1] for other in every]
+    header = [digest, len(encoded), int(refusal is not None), *rows]
+    own = torch.tensor(header, device="cpu")
+    every = torch.stack(wire.gather("agreeing on the request", own, [5] * wire.size)).tolist()
+    if all(other[0] == digest and not other[2] for other in every):
+        return [tuple(other[3:]) for other in every]
     own = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    texts = wire.gather("agreeing on the request", own, [other[2] for other in every])
+    texts = wire.gather("agreeing on the request", own, [other[1] for other in every])
     if refusal is not None:
         raise refusal
     requests = [json.loads(bytes(other.numpy())) for other in texts]
@@ -286,7 +340,9 @@ def agree(
 
 
 def shard_of(wire: Wire, options: Options, sizes: tuple[int, ...]) -> _encke.Shard:
-    """This rank with these options; made once for each."""
+    """This rank with these options; made once for all seeds."""
+    if options.seed:
+        return shard_of(wire, options._replace(seed=0), sizes).with_seed(options.seed)
     shard = wire.agreed.get(options, (options, sizes))
     if shard is None:
         shard = _shard(wire, options, sizes)

@@ -2,12 +2,14 @@
 
 A graph holds no process groups, so a group is passed by its registered name, as in torch's
 functional collectives; "" is the default group. The rows of each rank, agreed on in the forward
-pass, are saved as a tensor for the backward pass, which does not agree again. Sinks, packings and
+pass, and the number of queries, are saved as a tensor for the backward pass, which does not agree
+again. Sinks, packings and
 slopes are tensors of the graph, as in :mod:`encke._torch`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from encke._readable import readable
-from encke._ring import Request, agreed, ring_of
+from encke._ring import Request, Ring, agreed, ring_of
 from encke._torch import (
     MASK_OPTIONS,
     BatchMasks,
@@ -51,7 +53,8 @@ _FIELDS = (
 _MASK_FIELDS = Options._fields[Options._fields.index("window") :]
 _REQUEST = """str group, int[]? segment_lengths, int[]? dilation_rates, str mode, str? group_scale,
     str? offsets, str? mixing_gradient, bool causal, float? scale, str sharding, str? precision,
-    str checkpoint, MASK_OPTIONS, int[]? sizes, bool grad, bool return_lse, bool with_sinks"""
+    str checkpoint, MASK_OPTIONS, int[]? sizes, bool grad, bool return_lse, bool with_sinks,
+    int? query_tokens"""
 _REQUEST = _REQUEST.replace("MASK_OPTIONS", MASK_OPTIONS)
 
 
@@ -62,6 +65,43 @@ def as_operator(
     request: Request,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's rows, as one operator of the graph."""
+    out, lse, *_ = _operator(*qkv, *_arguments(given, group, request))
+    return out, lse
+
+
+def backward_as_operator(
+    ring: Ring,
+    request: Request,
+    saved: Sequence[Optional[Tensor]],
+    dout: Tensor,
+    dlse: Optional[Tensor],
+) -> tuple[Optional[Tensor], ...]:
+    """dq, dk, dv and the gradient of the sinks, where something looks at the backward pass that did
+    not at the forward pass."""
+    *tensors, sinks = saved
+    options = request.options
+    given = BatchMasks(
+        sinks, options.documents, alibi_slopes=options.alibi_slopes, seed=options.seed
+    )
+    # The messages of all ranks match those of this request, also where only one rank is observed.
+    request = request._replace(
+        options=options._replace(documents=None, alibi_slopes=None, seed=None)
+    )
+    kept = [dout.new_empty(0) if x is None else x for x in tensors]
+    arguments = _arguments(given, ring.wire.group, request)
+    *gradients, dsinks = _backward_operator(*kept, _rows(ring), dout, dlse, *arguments)
+    return *gradients, None if sinks is None else dsinks
+
+
+def _rows(ring: Ring) -> Tensor:
+    """The rows of every rank, and the queries of all: what a backward pass knows a ring by."""
+    return torch.tensor([*ring.sizes, ring.queries], device="cpu")
+
+
+def _arguments(
+    given: BatchMasks, group: Optional[dist.ProcessGroup], request: Request
+) -> tuple[Any, ...]:
+    """The arguments of an operator after its tensors with rows."""
     name = "" if group is None else group.group_name
     options, *rest = request
     options, tensors = _as_tensors(tuple(options), given)
@@ -69,11 +109,11 @@ def as_operator(
     flat = [getattr(named, field) for field in _FIELDS]
     masks = flatten_masks(options)
     tensors = (given.sinks, tensors.cu_seqlens, tensors.slopes, tensors.seed)
-    out, lse, *_ = _operator(*qkv, *tensors, name, *flat, *masks, *rest)
-    return out, lse
+    return *tensors, name, *flat, *masks, *rest
 
 
-def _group(name: str) -> Optional[dist.ProcessGroup]:
+def group_of(name: str) -> Optional[dist.ProcessGroup]:
+    """The group of a registered name; "" is the default group."""
     return torch._C._distributed_c10d._resolve_process_group(name) if name else None
 
 
@@ -105,8 +145,8 @@ def _fake_attention(request: Request) -> Any:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     tensors, group, request = _split(rest)
-    ring = agreed(wire_of(_group(group)), (q, k, v), _masked(tensors, request))
-    return (*_without_none(*ring.forward(q, k, v, tensors.sinks)), torch.tensor(ring.sizes))
+    ring = agreed(wire_of(group_of(group)), (q, k, v), _masked(tensors, request))
+    return (*_without_none(*ring.forward(q, k, v, tensors.sinks)), _rows(ring))
 
 
 _operator = torch.library.custom_op(
@@ -121,9 +161,9 @@ _operator = torch.library.custom_op(
 @_operator.register_fake
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     _, group, request = _split(rest)
-    ranks = dist.get_world_size(_group(group))
-    sizes = torch.empty(ranks, dtype=torch.int64)
-    return (*fake_outputs(_fake_attention(request), q, v), sizes)
+    ranks = dist.get_world_size(group_of(group))
+    rows = torch.empty(ranks + 1, dtype=torch.int64, device="cpu")
+    return (*fake_outputs(_fake_attention(request), q, v), rows)
 
 
 def _backward(
@@ -134,14 +174,15 @@ def _backward(
     lse: Tensor,
     slot_out: Tensor,
     slot_lse: Tensor,
-    sizes: Tensor,
+    rows: Tensor,
     dout: Tensor,
     dlse: Optional[Tensor],
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     tensors, group, request = _split(rest)
-    request, wire = _masked(tensors, request), wire_of(_group(group))
-    ring = ring_of(wire, (q, k, v), request, tuple(sizes.tolist()))
+    request, wire = _masked(tensors, request), wire_of(group_of(group))
+    *sizes, queries = rows.tolist()
+    ring = ring_of(wire, (q, k, v), request, tuple(sizes), queries)
     saved: list[Optional[Tensor]] = [out, lse, slot_out, slot_lse]
     if ring.shard.recomputes:
         saved = [None] * 4
@@ -176,13 +217,13 @@ def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, *rest = inputs
-    out, lse, slot_out, slot_lse, sizes = output
+    out, lse, slot_out, slot_lse, rows = output
     tensors, ctx.flat = rest[:_TENSOR_COUNT], tuple(rest[_TENSOR_COUNT:])
     request = _request(ctx.flat[1:])
     ctx.with_lse = request.return_lse
     if request.options.checkpoint == "recompute":
         out, lse = out.new_empty(0), lse.new_empty(0)
-    ctx.save_for_backward(q, k, v, out, lse, slot_out, slot_lse, sizes, *tensors)
+    ctx.save_for_backward(q, k, v, out, lse, slot_out, slot_lse, rows, *tensors)
 
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Any, ...]:

@@ -25,13 +25,22 @@ from encke._gpu import computed_in as _computed_in, summed_in as _summed_in
 from encke._observed import (
     PLAIN,
     dispatched,
+    is_batched,
     is_plain,
     observed,
     refuse_second_order,
     refuse_tangents,
     transformed,
 )
-from encke.masks import boundaries, documents_of, key_lengths_of, numbers, seed_of, slopes_of
+from encke.masks import (
+    boundaries,
+    documents_of,
+    key_lengths_of,
+    numbers,
+    refuse_learned_slopes,
+    seed_of,
+    slopes_of,
+)
 from encke.options import SLOPES, Options, find, with_masks
 from encke.padding import PaddedAttention, find_padded
 
@@ -61,8 +70,8 @@ def attention(
     found = find(options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         if return_lse:
-            return _Attention.apply(q, k, v, None, found)
-        return _out(q, k, v, found), None
+            return _Attention.apply(q, k, v, None, found, (options, _NO_MASKS))
+        return _out(q, k, v, found, options), None
     out, lse, _, _ = _forward(_for_inference(found, options), q, k, v)
     return out, lse
 
@@ -85,6 +94,9 @@ class BatchMasks(NamedTuple):
     seed: Any = None
 
 
+_NO_MASKS = BatchMasks()
+
+
 def attention_with(
     q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], given: BatchMasks
 ) -> tuple[Tensor, Tensor]:
@@ -94,7 +106,7 @@ def attention_with(
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
     if given.seed is None and options[_DROPOUT]:
-        given = given._replace(seed=torch.randint(2**63 - 1, ()))
+        given = given._replace(seed=torch.randint(2**63 - 1, (), device="cpu"))
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     if not is_plain(*inputs) or torch.compiler.is_compiling() or observed():
         options, tensors = _as_tensors(options, given)
@@ -105,7 +117,8 @@ def attention_with(
     )
     lengths = key_lengths_of(given.key_lengths)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return _Attention.apply(q, k, v, sinks, find_padded(tuple(masked), lengths))
+        found = find_padded(tuple(masked), lengths)
+        return _Attention.apply(q, k, v, sinks, found, (options, given))
     if sinks is None and masked.mixing_gradient == "detached":
         # Without a backward pass branches need no slots.
         masked = masked._replace(mixing_gradient=None)
@@ -117,7 +130,7 @@ def attention_with(
 def _sinks(sinks: Any, q: Tensor) -> Tensor:
     """The sinks as a tensor of one dimension."""
     if not isinstance(sinks, torch.Tensor):
-        sinks = torch.tensor(numbers("sinks", sinks), dtype=torch.float64)
+        sinks = torch.tensor(numbers("sinks", sinks), dtype=torch.float64, device="cpu")
     if sinks.dim() != 1 or q.dim() == 4 and sinks.shape[0] != q.shape[2]:
         heads = q.shape[2] if q.dim() == 4 else "heads"
         raise ValueError(f"sinks has shape {list(sinks.shape)}, expected [{heads}]")
@@ -153,11 +166,11 @@ def _forward(
 
 
 def _forward_and_save(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], found: Any
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], found: Any, request: Any
 ) -> Any:
-    """out and lse; saves what the backward pass needs."""
+    """out and lse; saves what the backward pass needs, and what its operator does: ``request``."""
     out, lse, slot_out, slot_lse = _forward(found, q, k, v, sinks)
-    ctx.found = found
+    ctx.found, ctx.request = found, request
     if found.recomputes:
         saved = (q, k, v, None, None, None, None, sinks)
     elif slot_out is not None:
@@ -172,13 +185,15 @@ class _Out(torch.autograd.Function):
     """Attention with its gradient, without the lse: autograd has one output less to track."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any) -> Tensor:
-        return _forward_and_save(ctx, q, k, v, None, found)[0]
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Any, options: tuple[Any, ...]
+    ) -> Tensor:
+        return _forward_and_save(ctx, q, k, v, None, found, (options, _NO_MASKS))[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         dq, dk, dv, _ = _gradients(ctx, dout, None)
-        return dq, dk, dv, None
+        return dq, dk, dv, None, None
 
 
 # What apply calls where no functorch transform is active, without its checks.
@@ -190,9 +205,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], found: Any
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Optional[Tensor],
+        found: Any,
+        request: tuple[tuple[Any, ...], BatchMasks],
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward_and_save(ctx, q, k, v, sinks, found)
+        out, lse = _forward_and_save(ctx, q, k, v, sinks, found, request)
         ctx.set_materialize_grads(False)
         ctx.out_like = (out.dtype, out.shape)
         return out, lse
@@ -200,20 +221,37 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> tuple[Any, ...]:
         if dout is None and dlse is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         if dout is None:
             dtype, shape = ctx.out_like
             dout = dlse.new_zeros(shape, dtype=dtype)
-        return *_gradients(ctx, dout, dlse), None
+        return *_gradients(ctx, dout, dlse), None, None
 
 
 def _gradients(ctx: Any, dout: Tensor, dlse: Optional[Tensor]) -> tuple[Any, ...]:
     """dq, dk, dv and dsinks, where they are needed."""
-    gradients = _backward if not torch.is_grad_enabled() else _Gradients.apply
-    every = gradients(ctx.found, *ctx.saved_tensors, dout, dlse)
+    if observed() or not all(x is None or is_plain(x) and not is_batched(x) for x in (dout, dlse)):
+        every = _gradients_through_operator(ctx, dout, dlse)
+    else:
+        gradients = _backward if not torch.is_grad_enabled() else _Gradients.apply
+        every = gradients(ctx.found, *ctx.saved_tensors, dout, dlse)
     # Without sinks the fourth input is not a tensor, and its gradient None.
     needed = ctx.needs_input_grad[:4]
     return tuple(gradient if need else None for gradient, need in zip(every, needed))
+
+
+def _gradients_through_operator(
+    ctx: Any, dout: Tensor, dlse: Optional[Tensor]
+) -> tuple[Optional[Tensor], ...]:
+    """The same where something looks at the backward pass that did not at the forward pass."""
+    options, tensors = _as_tensors(*ctx.request)
+    *saved, sinks = ctx.saved_tensors
+    # An operator takes tensors only: what is not saved is empty.
+    saved = [dout.new_empty(0) if x is None else x for x in saved]
+    given = (*saved, dout, dlse, *tensors._replace(sinks=sinks), *operator_arguments(options))
+    operator = _TransformedBackward.apply if transformed() else _backward_operator
+    dq, dk, dv, dsinks = dispatched(lambda: operator(*given), dout=dout)
+    return dq, dk, dv, None if sinks is None else dsinks
 
 
 class _Gradients(torch.autograd.Function):
@@ -307,13 +345,14 @@ def _as_tensors(
     if slopes is None or isinstance(slopes, bool):
         alibi, slopes = slopes or None, None
     else:
+        refuse_learned_slopes(slopes)
         alibi, slopes = None, _as_tensor(slopes, torch.float64)
     options = (*options[:SLOPES], alibi, *options[SLOPES + 1 :])
     seed = given.seed
     if seed is not None and not isinstance(seed, torch.Tensor):
         # A tensor holds 64 bits with a sign.
         seed = seed_of(seed)
-        seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
+        seed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed, device="cpu")
     whole = torch.int64
     return options, MaskTensors(
         None, _as_tensor(cu_seqlens, whole), slopes, seed, _as_tensor(lengths, whole)
@@ -323,7 +362,8 @@ def _as_tensors(
 def _as_tensor(values: Any, dtype: torch.dtype) -> Optional[Tensor]:
     if values is None or isinstance(values, torch.Tensor):
         return values
-    return torch.tensor(list(values), dtype=dtype)
+    # Not where torch.set_default_device says: these are options, which are read on the host.
+    return torch.tensor(list(values), dtype=dtype, device="cpu")
 
 
 def flatten_masks(options: tuple[Any, ...]) -> list[Any]:

@@ -42,7 +42,7 @@ from encke._observed import dispatched, is_plain, observed, refuse_tangents
 from encke._readable import readable
 from encke._torch import BatchMasks, _autocast, _refuse_others, _sinks
 from encke._wire import Disagreement, wire_of
-from encke.masks import boundaries, documents_of, prefix_of, rate_of, window_of
+from encke.masks import boundaries, documents_of, offset_of, prefix_of, rate_of, window_of
 from encke.options import Options, as_tuple, from_keywords, refuse_wrong, with_masks
 
 __all__ = [
@@ -80,6 +80,8 @@ def ring_attention(
     prefix: int = 0,
     documents: Any = None,
     cu_seqlens: Any = None,
+    query_offset: Optional[int] = None,
+    query_tokens: Optional[int] = None,
     scale: Optional[float] = None,
     softcap: Optional[float] = None,
     alibi_slopes: Any = None,
@@ -103,6 +105,11 @@ def ring_attention(
         one small message to each; if given, the ranks compare it once for each set of options.
     documents, cu_seqlens
         The documents of the whole sequence, the same on all ranks; shards may cut them anywhere.
+    query_offset, query_tokens
+        The whole sequence may have fewer queries than keys, on the CPU: those of its last tokens,
+        or of the tokens from ``query_offset`` on. A query is on the rank that has the key at its
+        position (:func:`shard` with ``tokens``), so some ranks may have none. ``query_tokens``, the
+        number of all queries, is needed only with ``sizes``.
     sinks
         The same on all ranks. The gradient is that of this rank's rows, as for every parameter
         that all ranks have: DistributedDataParallel, or an all-reduce, adds up those of all ranks.
@@ -139,7 +146,10 @@ def ring_attention(
     try:
         sinks = None if sinks is None else _sinks(sinks, q)
         options = options._replace(
-            window=window_of(window), prefix=prefix_of(prefix), dropout=rate_of(dropout)
+            window=window_of(window),
+            prefix=prefix_of(prefix),
+            dropout=rate_of(dropout),
+            query_offset=offset_of(query_offset),
         )
         if options.dropout and seed is None:
             raise ValueError(f"dropout is {dropout}, and needs a seed, the same on all ranks")
@@ -150,7 +160,8 @@ def ring_attention(
         refusal, sinks = error, None
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    request = Request(options, as_tuple(sizes), grad, return_lse, sinks is not None)
+    with_sinks = sinks is not None
+    request = Request(options, as_tuple(sizes), grad, return_lse, with_sinks, query_tokens)
     masks = BatchMasks(sinks, documents, cu_seqlens, alibi_slopes, seed=seed)
     if torch.compiler.is_compiling():
         if refusal is not None:
@@ -237,6 +248,8 @@ def shard(
     ranks: Optional[int] = None,
     rank: Optional[int] = None,
     heads: Optional[int] = None,
+    tokens: Optional[int] = None,
+    query_offset: Optional[int] = None,
     **pattern: Any,
 ) -> Tensor:
     """This rank's rows of a sequence that every rank has; ``dim`` is the dimension of the tokens. A
@@ -246,16 +259,24 @@ def shard(
     positions of the rows. ``ranks`` and ``rank`` default to the group's. ``"balanced"`` sharding
     needs the options of the mask, as :func:`sizes_of` does.
 
+    Where there are fewer queries than keys, give ``tokens``, the number of keys, to shard q: its
+    rows are those of the last tokens, or of the tokens from ``query_offset`` on, and each goes to
+    the rank of the token at its position.
+
     >>> shard(torch.arange(10), dim=0, sharding="zigzag", ranks=2, rank=0)
     tensor([0, 1, 2, 8, 9])
     >>> shard(torch.arange(10), dim=0, sizes=[7, 0, 3], ranks=3, rank=2)
     tensor([7, 8, 9])
+    >>> shard(torch.arange(4), dim=0, tokens=10, sharding="zigzag", ranks=2, rank=0)
+    tensor([2, 3])
     """
     if ranks is None or rank is None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    tokens = sequence.shape[dim]
+    rows = sequence.shape[dim]
+    tokens = rows if tokens is None else tokens
+    first = _first_query(tokens, rows, query_offset)
     cut = _cut(tokens, sharding, ranks, heads, pattern) if sizes is None else sharding
-    runs = _runs(tokens, cut, sizes, ranks, rank)
+    runs = _runs(tokens, cut, sizes, ranks, rank, (first, rows))
     parts = [_strided(sequence, dim, *run) for run in runs]
     if len(parts) == 1:
         return parts[0]
@@ -268,11 +289,13 @@ def positions(
     documents: Any = None,
     cu_seqlens: Any = None,
     device: Any = None,
+    query_tokens: Optional[int] = None,
+    query_offset: Optional[int] = None,
     **cut: Any,
 ) -> Tensor:
     """The position of each of this rank's rows in the sequence of ``tokens`` tokens or, with
-    documents, in its document: what rotary embeddings need. ``cut`` are the options of
-    :func:`shard`.
+    documents, in its document: what rotary embeddings need. With ``query_tokens`` those of the rows
+    of q, where there are fewer queries than keys. ``cut`` are the options of :func:`shard`.
 
     >>> positions(10, sharding="zigzag", ranks=2, rank=1)
     tensor([3, 4, 5, 6, 7])
@@ -286,13 +309,19 @@ def positions(
         firsts = torch.tensor(boundaries(lengths)[:-1], device=device)
         where = where - firsts.repeat_interleave(of_document)
         cut["documents"] = lengths
-    return shard(where, dim=0, **cut)
+    return _shard_queries(where, query_tokens, query_offset, cut)
 
 
-def document_lengths(documents: Any, **cut: Any) -> list[int]:
+def document_lengths(
+    documents: Any,
+    *,
+    query_tokens: Optional[int] = None,
+    query_offset: Optional[int] = None,
+    **cut: Any,
+) -> list[int]:
     """How many of this rank's rows each document has, in order; 0 for documents of other ranks. The
     rows of a document are consecutive under every sharding, so ``rows.split(lengths)`` divides them
-    by document. ``cut`` are the options of :func:`shard`.
+    by document. The other options are those of :func:`positions`.
 
     >>> document_lengths([4, 6], sharding="striped", ranks=3, rank=0)
     [2, 2]
@@ -301,8 +330,29 @@ def document_lengths(documents: Any, **cut: Any) -> list[int]:
     """
     lengths = documents_of(documents, None)
     whole = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    mine = shard(whole, dim=0, documents=lengths, **cut)
+    mine = _shard_queries(whole, query_tokens, query_offset, dict(cut, documents=lengths))
     return torch.bincount(mine, minlength=len(lengths)).tolist()
+
+
+def _shard_queries(
+    whole: Tensor, queries: Optional[int], offset: Optional[int], cut: dict[str, Any]
+) -> Tensor:
+    """This rank's rows of what every token has, or those of its tokens that have a query."""
+    tokens = len(whole)
+    queries = tokens if queries is None else queries
+    first = _first_query(tokens, queries, offset)
+    return shard(whole[first : first + queries], dim=0, tokens=tokens, query_offset=first, **cut)
+
+
+def _first_query(tokens: int, queries: int, offset: Optional[int]) -> int:
+    """The position of the first query."""
+    first = tokens - queries if offset is None else offset_of(offset)
+    if not 0 <= first <= tokens - queries:
+        raise ValueError(
+            f"{queries} queries from position {first} on are not among {tokens} tokens; tokens is "
+            "the number of keys"
+        )
+    return first
 
 
 def _documents(tokens: int, documents: Any, cu_seqlens: Any) -> Optional[tuple[int, ...]]:
@@ -333,15 +383,19 @@ def unshard(
     group: Group = None,
     sharding: str = "contiguous",
     dim: int = 1,
+    tokens: Optional[int] = None,
+    query_offset: Optional[int] = None,
 ) -> Tensor:
-    """The whole sequence on every rank, gathered from its shards, without gradients."""
+    """The whole sequence on every rank, gathered from its shards, without gradients. ``tokens`` and
+    ``query_offset`` are those of :func:`shard`, where there are fewer queries than keys.
+    """
     wire = wire_of(group)
     wire.check_device(local.device)
     local = local.detach()
     shape = [size for at, size in enumerate(local.shape) if at != dim % local.dim()]
     description = {"unshard": str(local.dtype), "sharding": sharding, "dim": dim, "shape": shape}
-    sizes = agree(wire, description, local.shape[dim], None)
-    cut_of(sharding, sizes)
+    sizes = [rows for rows, _ in agree(wire, description, (local.shape[dim],) * 2, None)]
+    runs = _gathered_runs(sizes, sharding, tokens, query_offset)
     row = math.prod(shape)
     flat = local.movedim(dim, 0).contiguous().reshape(-1)
     bytes_of_rows = [size * row * local.element_size() for size in sizes]
@@ -353,24 +407,49 @@ def unshard(
     for rank, bytes_of_rank in enumerate(shards):
         rows = bytes_of_rank.view(local.dtype).reshape(sizes[rank], *shape)
         at = 0
-        for first, stride, count in _runs(sum(sizes), sharding, sizes, wire.size, rank):
+        for first, stride, count in runs[rank]:
             _strided(whole, 0, first, stride, count).copy_(rows[at : at + count])
             at += count
     return whole.movedim(0, dim)
 
 
+def _gathered_runs(
+    sizes: list[int], sharding: str, tokens: Optional[int], query_offset: Optional[int]
+) -> list[list[tuple[int, int, int]]]:
+    """(first, stride, count) of the rows of each rank, of which there are so many."""
+    rows, ranks = sum(sizes), len(sizes)
+    if tokens is None or sharding in ("contiguous", "balanced"):
+        # Contiguous shards follow one another, whichever tokens have a query.
+        cut = cut_of(sharding, sizes)
+        return [_encke.runs(cut, ranks, rows, rank) for rank in range(ranks)]
+    first = _first_query(tokens, rows, query_offset)
+    of = [_encke.query_runs(sharding, ranks, tokens, rank, first, rows) for rank in range(ranks)]
+    expected = [sum(count for _, _, count in runs) for runs in of]
+    if sizes != expected:
+        raise ValueError(
+            f"{sharding} sharding of the {rows} queries from position {first} on gives the ranks "
+            f"{expected} rows, but they have {sizes}; cut them with encke.distributed.shard"
+        )
+    return of
+
+
 def _runs(
-    tokens: int, sharding: Any, sizes: Optional[Sequence[int]], ranks: int, rank: int
+    tokens: int,
+    sharding: Any,
+    sizes: Optional[Sequence[int]],
+    ranks: int,
+    rank: int,
+    queries: tuple[int, int],
 ) -> list[tuple[int, int, int]]:
-    """(first, stride, count) of the tokens of a rank."""
+    """(first, stride, count) of a rank's rows; ``queries`` is (position of the first, count)."""
     if sizes is None:
-        return _encke.runs(sharding, ranks, tokens, rank)
+        return _encke.query_runs(sharding, ranks, tokens, rank, *queries)
     if len(sizes) != ranks or sum(sizes) != tokens:
         raise ValueError(
             f"sizes {list(sizes)} are {sum(sizes)} rows of {len(sizes)} ranks, but there are "
             f"{tokens} tokens and {ranks} ranks"
         )
-    return _encke.runs(cut_of(sharding, sizes), ranks, tokens, rank)
+    return _encke.query_runs(cut_of(sharding, sizes), ranks, tokens, rank, *queries)
 
 
 def _strided(sequence: Tensor, dim: int, first: int, stride: int, count: int) -> Tensor:

@@ -111,7 +111,17 @@ def slopes_of(alibi_slopes: Any) -> Slopes:
     """True for the usual slopes, or the slope of each head."""
     if alibi_slopes is None or isinstance(alibi_slopes, bool):
         return alibi_slopes or None
+    refuse_learned_slopes(alibi_slopes)
     return numbers("alibi_slopes", alibi_slopes)
+
+
+def refuse_learned_slopes(slopes: Any) -> None:
+    """Slopes have no gradient, which training would not notice."""
+    if getattr(slopes, "requires_grad", False):
+        raise ValueError(
+            "alibi_slopes requires a gradient, which Encke does not compute; give "
+            "alibi_slopes.detach()"
+        )
 
 
 def key_lengths_of(key_lengths: Any) -> Optional[tuple[int, ...]]:

@@ -1,8 +1,9 @@
 """The options of a call as one hashable value, and the cache of attentions by their options.
 
 Making an attention and its plan takes microseconds to milliseconds; both are cached, so a call with
-options that were used before costs one dictionary lookup. Attentions of packed documents and of
-dropout have a smaller cache of their own: the next batch mostly has another packing and seed.
+options that were used before costs one dictionary lookup. Attentions of packed documents have a
+smaller cache of their own: the next batch mostly has another packing. Attentions that differ in the
+seed alone share their plans and buffers.
 """
 
 from __future__ import annotations
@@ -63,17 +64,20 @@ SLOPES = Options._fields.index("alibi_slopes")
 # than this generates options, and the cache is cleared.
 _MAX_CACHED = 256
 _cache: dict[tuple[Any, ...], _encke.Attention] = {}
-# Attentions of packed documents and of dropout, the latest last.
+# Attentions of packed documents, the latest last.
 _MAX_PACKED = 8
 _packed: dict[tuple[Any, ...], _encke.Attention] = {}
 
 
 def find(options: tuple[Any, ...]) -> _encke.Attention:
     """The attention with these options (the fields of :class:`Options`, in order)."""
+    seed = options[SEED]
+    if seed:
+        return find((*options[:SEED], 0, *options[SEED + 1 :])).with_seed(seed)
     attention = _cache.get(options)
     if attention is not None:
         return attention
-    if options[DOCUMENTS] is not None or options[SEED] is not None:
+    if options[DOCUMENTS] is not None:
         return _find_packed(options)
     attention = _made(options)
     if len(_cache) >= _MAX_CACHED:

@@ -49,6 +49,26 @@ impl Attention {
         })
     }
 
+    /// The same attention with another seed of its dropout; both share their plans and buffers.
+    fn with_seed(&self, py: Python<'_>, seed: u64) -> PyResult<Attention> {
+        let options = self.options.bind(py).copy()?;
+        options.set_item("seed", seed)?;
+        Ok(Attention {
+            library: self.library.with_seed(seed),
+            splits: self.splits,
+            ring: options.extract()?,
+            options: options.unbind(),
+            spent: AtomicU64::new(0),
+        })
+    }
+
+    /// Calls whose plan was made, and calls whose plan was cached.
+    #[getter]
+    fn planned(&self) -> (usize, usize) {
+        let stats = self.library.stats();
+        (stats.plan_misses, stats.plan_hits)
+    }
+
     /// Whether branches keep slots of their own, which are combined after attention.
     #[getter]
     pub fn splits_slots(&self) -> bool {

@@ -53,6 +53,7 @@ pub(crate) fn call(error: &Error) -> PyErr {
         Error::MissingInput { .. }
         | Error::Elsewhere { .. }
         | Error::Sharding { .. }
+        | Error::Positions { .. }
         | Error::ReplicatedShards
         | Error::Undecided { .. } => PyValueError::new_err(error.to_string()),
         Error::Offload { .. } => PyOSError::new_err(error.to_string()),

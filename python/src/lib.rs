@@ -40,6 +40,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(gpu::enqueue, module)?)?;
     module.add_function(wrap_pyfunction!(gpu::enqueue_shard, module)?)?;
     module.add_function(wrap_pyfunction!(shard::runs, module)?)?;
+    module.add_function(wrap_pyfunction!(shard::query_runs, module)?)?;
     module.add_function(wrap_pyfunction!(shard::balanced, module)?)?;
     module.add_function(wrap_pyfunction!(shard::use_threads, module)?)?;
     module.add_function(wrap_pyfunction!(command, module)?)?;

@@ -205,8 +205,8 @@ const AUTO: &str = "auto";
 /// The sharding with equal work for all ranks, whose cut depends on the pattern.
 const BALANCED: &str = "balanced";
 const DOCUMENTS: &str = "documents";
-/// What is cached for one packing of documents or one seed. The next batch mostly has another, so
-/// less is kept than for a pattern that every batch has.
+/// What is cached for one packing of documents. The next batch mostly has another, so less is kept
+/// than for a pattern that every batch has.
 const PACKED_LIMITS: CacheLimits = CacheLimits {
     plans: 4,
     pools: 2,
@@ -270,7 +270,7 @@ impl PyRingOptions {
             Some(SlopesOption::Given(slopes)) => (false, Some(slopes.as_slice().into())),
         };
         let dropout = self.dropout()?;
-        let packed = pattern.document_list().is_some() || dropout.is_some();
+        let packed = pattern.document_list().is_some();
         let mut builder = Attention::builder()
             .pattern(pattern)
             .ranks(ranks)

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use encke::plan::balance;
-use encke::{Checkpoint, Cut, Forward, Pass, SavedOutput, ShardAttention};
+use encke::{CallRows, Checkpoint, Cut, Forward, Pass, SavedOutput, ShardAttention};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -43,6 +43,15 @@ impl PyShard {
             deterministic: ring.deterministic,
             borrowed_bytes: AtomicUsize::new(0),
         })
+    }
+
+    /// The same rank with another seed of its dropout; both share their plans and buffers.
+    fn with_seed(&self, seed: u64) -> PyShard {
+        PyShard {
+            library: self.library.with_seed(seed),
+            borrowed_bytes: AtomicUsize::new(0),
+            ..*self
+        }
     }
 
     /// Bytes of q, k and v that the last forward pass on the CPU read in place.
@@ -86,21 +95,22 @@ impl PyShard {
         phantoms(py, &request.pattern, &shape, &queries)
     }
 
-    /// (out, lse, slot_out, slot_lse) of this rank's rows; the last two are None unless branches
+    /// (out, lse, slot_out, slot_lse) of this rank's rows; `rows` are (queries, keys) of the whole
+    /// sequence. The last two are None unless branches
     /// keep slots of their own. Every rank passes the same sinks.
-    #[pyo3(signature = (tokens, q, k, v, wire, sinks=None))]
+    #[pyo3(signature = (rows, q, k, v, wire, sinks=None))]
     #[expect(clippy::too_many_arguments, reason = "the inputs of a forward pass")]
     fn forward(
         &self,
         py: Python<'_>,
-        tokens: usize,
+        rows: (usize, usize),
         q: &PyTensor<'_>,
         k: &PyTensor<'_>,
         v: &PyTensor<'_>,
         wire: Py<PyAny>,
         sinks: Option<Vec<f64>>,
     ) -> PyResult<PyForwardOutput> {
-        let inputs = QkvInputs::read([q, k, v])?;
+        let (inputs, rows) = (QkvInputs::read([q, k, v])?, call_rows(rows));
         let raised = PyErrorSlot::default();
         let mut wire = PythonWire::new(&wire, self.library.rank(), &raised);
         // SAFETY: the caller's references keep the tensors alive until this function returns. A
@@ -108,8 +118,8 @@ impl PyShard {
         let [q, k, v] = unsafe { inputs.views()? };
         let (library, qkv) = (&self.library, [&q, &k, &v]);
         let forward = py.detach(|| match &sinks {
-            None => library.forward(tokens, qkv, &mut wire),
-            Some(sinks) => library.forward_with_sinks(tokens, qkv, sinks, &mut wire),
+            None => library.forward(rows, qkv, &mut wire),
+            Some(sinks) => library.forward_with_sinks(rows, qkv, sinks, &mut wire),
         });
         let Forward {
             out,
@@ -125,12 +135,12 @@ impl PyShard {
 
     /// (dq, dk, dv, dsinks) of this rank's rows, from the saved results of `forward`; without them
     /// every rank recomputes the forward pass. The last is None without sinks.
-    #[pyo3(signature = (tokens, q, k, v, saved, dout, dlse, wire, sinks=None))]
+    #[pyo3(signature = (rows, q, k, v, saved, dout, dlse, wire, sinks=None))]
     #[expect(clippy::too_many_arguments, reason = "the inputs of a backward pass")]
     fn backward(
         &self,
         py: Python<'_>,
-        tokens: usize,
+        rows: (usize, usize),
         q: &PyTensor<'_>,
         k: &PyTensor<'_>,
         v: &PyTensor<'_>,
@@ -140,7 +150,7 @@ impl PyShard {
         wire: Py<PyAny>,
         sinks: Option<Vec<f64>>,
     ) -> PyResult<PyGradients> {
-        let inputs = QkvInputs::read([q, k, v])?;
+        let (inputs, rows) = (QkvInputs::read([q, k, v])?, call_rows(rows));
         let upstream = PyBackwardInputs::read(&inputs.q, self.splits, &saved, dout, dlse)?;
         let raised = PyErrorSlot::default();
         let mut wire = PythonWire::new(&wire, self.library.rank(), &raised);
@@ -151,17 +161,17 @@ impl PyShard {
             let (library, qkv, gradients) = (&self.library, [&q, &k, &v], (&dout, dlse.as_ref()));
             let sinks = sinks.as_deref();
             let from = |saved: &SavedOutput<'_>, wire: &mut PythonWire<'_>| {
-                let backward = library.backward_from(tokens, qkv, saved, gradients, wire)?;
+                let backward = library.backward_from(rows, qkv, saved, gradients, wire)?;
                 with_dsinks(backward, sinks, saved, gradients)
             };
             py.detach(|| match (&saved, sinks) {
                 (Some(saved), _) => from(saved, &mut wire),
                 (None, None) => {
                     let nothing = Checkpoint::nothing();
-                    library.backward(tokens, qkv, &nothing, gradients, &mut wire)
+                    library.backward(rows, qkv, &nothing, gradients, &mut wire)
                 }
                 (None, Some(sinks)) => {
-                    let forward = library.forward_with_sinks(tokens, qkv, sinks, &mut wire)?;
+                    let forward = library.forward_with_sinks(rows, qkv, sinks, &mut wire)?;
                     // With sinks every slot is a head.
                     let saved = SavedOutput {
                         slot_out: forward.out.view(),
@@ -207,6 +217,10 @@ impl PyShard {
     }
 }
 
+fn call_rows((queries, keys): (usize, usize)) -> CallRows {
+    CallRows { queries, keys }
+}
+
 /// Tokens of a rank: (first, stride, count) of each run, in the order of its rows.
 #[pyfunction]
 pub(crate) fn runs(
@@ -214,6 +228,19 @@ pub(crate) fn runs(
     ranks: usize,
     tokens: usize,
     rank: usize,
+) -> PyResult<Vec<(usize, usize, usize)>> {
+    query_runs(sharding, ranks, tokens, rank, 0, tokens)
+}
+
+/// Queries of a rank, by index in q, where the tokens from `first` on have `queries` queries.
+#[pyfunction]
+pub(crate) fn query_runs(
+    sharding: ShardingOption,
+    ranks: usize,
+    tokens: usize,
+    rank: usize,
+    first: usize,
+    queries: usize,
 ) -> PyResult<Vec<(usize, usize, usize)>> {
     let sharding = encke::Sharding::new(ranks, sharding.cut()?);
     let sharding = sharding.map_err(|error| error::request(&error))?;
@@ -224,7 +251,8 @@ pub(crate) fn runs(
             "there is no rank {rank}: the ring has {ranks} ranks, numbered from 0"
         )));
     }
-    let runs = sharding.runs(tokens, rank).into_iter();
+    let runs = sharding.query_runs(tokens, rank, &(first..first.saturating_add(queries)));
+    let runs = runs.into_iter();
     Ok(runs.map(|run| (run.first, run.stride, run.count)).collect())
 }
 

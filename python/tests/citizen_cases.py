@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import encke.distributed as ring
@@ -85,6 +87,28 @@ def seen_by_modes():
         found = ring.ring_attention(q, k, v, **options)
     assert torch.equal(found, expected)
     assert counter.get_total_flops() >= 0
+    # A backward pass that only the first rank looks at, after a forward pass that nothing saw.
+    gradients = []
+    for mode in (contextlib.nullcontext(), Named() if dist.get_rank() == 0 else None):
+        tracked = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = ring.ring_attention(*tracked, **options, return_lse=True)
+        with mode or contextlib.nullcontext():
+            gradients.append(torch.autograd.grad(out.sum() + lse.sum(), tracked))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+    if mode is not None:
+        assert "encke::ring_attention_backward" in mode.names
+
+
+class Named(TorchDispatchMode):
+    """Collects the names of operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
 
 
 def copies_of_layers():

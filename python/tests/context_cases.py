@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import copy
 import datetime
+import os
 import sys
 import time
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import encke.distributed
 import encke.transformers  # noqa: F401
+from transformers import DynamicCache
 from transformers_models import causal_pair
 
 torch.set_num_threads(1)
@@ -62,7 +65,7 @@ def compare(model, wanted, loss, summed=True, tolerance=1e-9):
 
 def losses_and_gradients():
     """Every kind of batch and model, with gradients added up."""
-    for name in ("llama", "gemma3", "gpt-oss", "deepseek-v3"):
+    for name in ("llama", "gemma3", "gpt-oss", "deepseek-v3", "llama4"):
         _, whole = causal_pair(name)
         model = copy.deepcopy(whole)
         # Losses of transformers are computed in float32, whose sums depend on the shards.
@@ -155,19 +158,37 @@ def mixed_precision():
 
 
 def compiled():
-    """torch.compile around the model; attention is called between its graphs."""
+    """torch.compile breaks no graph: of the cuts, of the model with its ring, and of the loss; the
+    same graphs serve all packings of a shape. On all ranks, and on a ring of one."""
     if dist.get_world_size() != 2:
         return "skipped: with 2 processes"
-    _, whole = causal_pair("llama")
-    model = copy.deepcopy(whole)
-    batch = dict(batches())["mixed"]
-    wanted = of_one_process(whole, batch)
-    with encke.distributed.context_parallel(model=model, gradients="sum"):
-        loss = torch.compile(model, backend="aot_eager")(**batch).loss
-        loss.backward()
-    compare(model, wanted, loss, tolerance=2e-6)
-    torch._dynamo.reset()
-    return None
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    long = "ENCKE_LONG" in os.environ
+    backend = "inductor" if long else "aot_eager"
+    # Windows and sinks in both kinds of layers; chunks.
+    cases = [("gpt-oss", ("mixed", "packed"), None), ("llama4", ("mixed",), alone)]
+    cases += [("gemma3", ("left",), None), ("llama4", ("packed",), None)] if long else []
+    for name, kinds, group in cases:
+        _, whole = causal_pair(name)
+        model = copy.deepcopy(whole)
+        # The default loops over experts that tokens have chosen, which no graph can.
+        model.config._experts_implementation = "batched_mm"
+        counter = CompileCounterWithBackend(backend)
+        ring = encke.distributed.context_parallel(group, model=model, gradients="sum")
+        with ring as context:
+            graph = torch.compile(model, backend=counter, fullgraph=True)
+            made = []
+            for kind in kinds:
+                batch = dict(batches())[kind]
+                wanted = of_one_process(whole, batch)
+                model.zero_grad()
+                loss = graph(**batch).loss
+                loss.backward()
+                compare(model, wanted, loss, summed=context.size > 1, tolerance=2e-6)
+                made.append(counter.frame_count)
+        assert made[0] == made[-1], (name, made)
+        torch._dynamo.reset()
+    return backend
 
 
 def refusals():
@@ -178,6 +199,7 @@ def refusals():
         (dict(input_ids=ids), "every rank needs some"),
         (dict(input_ids=ids, decoder_input_ids=ids), "one sequence"),
         (dict(input_ids=torch.full((1, 22), 5), output_attentions=True), "output_attentions"),
+        (dict(input_ids=ids, past_key_values=DynamicCache()), "caches are not sharded"),
     ):
         with encke.distributed.context_parallel(model=model):
             try:
@@ -186,6 +208,13 @@ def refusals():
                 assert words in str(error), error
             else:
                 raise AssertionError(words)
+    with encke.distributed.context_parallel(model=model):
+        try:
+            model.generate(torch.full((1, 22), 5), max_new_tokens=2)
+        except ValueError as error:
+            assert "caches are not sharded" in str(error), error
+        else:
+            raise AssertionError("generate ran on shards")
 
 
 CASES = [losses_and_gradients, without_a_model, wrapped, fully_sharded, mixed_precision]

@@ -75,6 +75,62 @@ def values_of_another_width():
         compare(got, expected, cut, 1e-12, cut)
 
 
+def fewer_queries_equal_one_process():
+    """Queries on the ranks of the tokens at their positions; some ranks have none."""
+    count = 0
+    for options, queries in (
+        (dict(causal=True), 5),
+        (dict(window=(9, 2), query_offset=11), 17),
+        (dict(causal=True, documents=DOCUMENTS, query_offset=6), 33),
+        (dict(GROUP, causal=True, dropout=0.3, seed=5), 41),
+    ):
+        offset = options.get("query_offset")
+        first = TOKENS - queries if offset is None else offset
+        q, k, v, dout, dlse = tensors(TOKENS, seed=8)
+        q, dout, dlse = (x[:, :queries] for x in (q, dout, dlse))
+        sinks = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)
+        *expected, dsinks = attend(encke.attention, (q, k, v, dout, dlse), sinks, **options)
+        of_mask = {name: x for name, x in options.items() if name != "query_offset"}
+        for cut in cuts(of_mask):
+            kind = cut.get("sharding", "contiguous")
+            of_queries = dict(cut, tokens=TOKENS, query_offset=offset)
+            mine = [ring.shard(q, **of_queries), *(ring.shard(x, **cut) for x in (k, v))]
+            mine += [ring.shard(x, **of_queries) for x in (dout, dlse)]
+            given = dict(options, sharding=kind)
+            if count % 2:
+                sizes = cut.get("sizes") or ring.sizes_of(TOKENS, **cut)
+                given.update(sizes=sizes, query_tokens=queries)
+            *got, share = attend(ring.ring_attention, mine, sinks, **given)
+            for own, of in zip(got[:3], expected[:3]):
+                assert torch.allclose(own, ring.shard(of, **of_queries), atol=1e-12), (options, cut)
+            for own, of in zip(got[3:], expected[3:]):
+                assert torch.allclose(own, ring.shard(of, **cut), atol=1e-12), (options, cut)
+            dist.all_reduce(share)
+            assert torch.allclose(share, dsinks, rtol=1e-12, atol=1e-12), (options, cut)
+            gathered = ring.unshard(got[0], sharding=kind, tokens=TOKENS, query_offset=offset)
+            assert torch.allclose(gathered, expected[0], atol=1e-12), (options, cut)
+            rows = ring.shard(torch.arange(first, first + queries), dim=0, **of_queries)
+            assert len(rows) == mine[0].shape[1]
+            asked = dict(cut, query_tokens=queries, query_offset=offset)
+            where = ring.positions(TOKENS, **asked)
+            if "documents" in cut:
+                lengths = ring.document_lengths(asked.pop("documents"), **asked)
+                assert sum(lengths) == len(rows), (options, cut)
+                alone = torch.cat([torch.arange(length) for length in DOCUMENTS])
+                rows = alone[rows]
+            assert torch.equal(where, rows), (options, cut)
+            count += 1
+    last = dist.get_rank() == dist.get_world_size() - 1
+    q, k = torch.randn(1, 3 if last else 2, 4, 8), torch.randn(1, 4, 4, 8)
+    message = raised(ValueError, lambda: ring.ring_attention(q, k, k))
+    assert "queries, but the" in message and "encke.distributed.shard" in message, message
+    sizes = [4] * dist.get_world_size()
+    q = torch.randn(1, 4 if last else 0, 4, 8)
+    message = raised(ValueError, lambda: ring.ring_attention(q, k, k, sizes=sizes, query_tokens=7))
+    assert "query_tokens is 7, but the ranks have 4" in message, message
+    return count
+
+
 def packings_are_forgotten():
     """Rings of packed documents do not accumulate, and forgotten ones are agreed on again."""
     from encke import _agreed, _wire
@@ -192,6 +248,7 @@ def masks_in_a_graph():
 CASES = [
     masks_equal_one_process,
     values_of_another_width,
+    fewer_queries_equal_one_process,
     packings_are_forgotten,
     positions_and_documents,
     masks_that_are_refused,

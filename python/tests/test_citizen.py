@@ -164,6 +164,37 @@ def test_inductor_forward_and_backward(randn):
     expected = torch.autograd.grad(encke.attention(*given, causal=True), given, dout)
     for got, wanted in zip(torch.autograd.grad(call(*given), given, dout), expected):
         assert torch.equal(got, wanted)
+    given = [x.detach() for x in given]
+    assert torch.equal(call(*given), encke.attention(*given, causal=True))
+
+
+def test_a_default_device_does_not_move_options(randn):
+    """Drawn seeds, and options that are given as lists, are on the host wherever tensors are made
+    by default."""
+    q, k, v = qkv(randn)
+    options = dict(documents=[5, 7], sinks=[0.1, 0.2], alibi_slopes=[0.5, 0.25], dropout=0.5)
+    wanted = encke.attention(q, k, v, **options, seed=3)
+    with torch.device("meta"):
+        assert torch.equal(encke.attention(q, k, v, **options, seed=3), wanted)
+        with FlopCounterMode(display=False):
+            assert torch.equal(encke.attention(q, k, v, **options, seed=3), wanted)
+        assert encke.attention(q, k, v, **options).device == q.device
+
+
+def test_slopes_that_require_a_gradient_are_refused(randn):
+    q, k, v = qkv(randn)
+    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    with pytest.raises(ValueError, match="alibi_slopes requires a gradient"):
+        encke.attention(q, k, v, alibi_slopes=slopes)
+    with FlopCounterMode(display=False), pytest.raises(ValueError, match="requires a gradient"):
+        encke.attention(q, k, v, alibi_slopes=slopes)
+    encke.attention(q, k, v, alibi_slopes=slopes.detach())
+
+
+def test_functionalize(randn):
+    q, k, v = qkv(randn)
+    found = torch.func.functionalize(lambda q: encke.attention(q, k, v))(q)
+    assert torch.equal(found, encke.attention(q, k, v))
 
 
 # Unusual tensors: right, or a sentence.

@@ -35,13 +35,6 @@ def test_a_whole_graph_forward_and_backward(randn, options):
     check_whole_graph(randn, options)
 
 
-def test_inductor(randn):
-    """The default backend, on attention alone, which needs no C++ compiler."""
-    compiled = torch.compile(lambda q, k, v: encke.attention(q, k, v, causal=True), fullgraph=True)
-    given = [x.detach() for x in inputs(randn)]
-    assert torch.equal(compiled(*given), encke.attention(*given, causal=True))
-
-
 @pytest.mark.parametrize("options", [dict(causal=True), DETACHED, FKODOM], ids=str)
 def test_fake_tensors_have_the_shapes_and_types_of_real_ones(options):
     real = [torch.randn(2, 24, 4, 8, dtype=torch.bfloat16) for _ in range(3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 HERE = Path(__file__).parent
+# context_cases.py compares every model; the example runs with the one that has windows and sinks.
+MODELS = ["llama", "gemma3", "gpt-oss"] if "ENCKE_LONG" in os.environ else ["gpt-oss"]
 
 
 def torchrun(ranks, *command):
@@ -45,7 +48,7 @@ def check_losses(example, model):
         assert abs(one - two) <= 1e-5 * one, losses
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("model", MODELS)
 def test_the_example_has_the_same_losses_on_one_and_two_processes(model):
     check_losses("context_parallel.py", model)
 

@@ -14,7 +14,7 @@ transformers = pytest.importorskip(
 )
 
 import encke.transformers  # noqa: E402
-from transformers_models import CAUSAL, causal_pair, gradients  # noqa: E402
+from transformers_models import CAUSAL, OTHERS, causal_pair, gradients  # noqa: E402
 
 TOKENS = 13
 # The documents of each batch entry.
@@ -83,7 +83,9 @@ def test_logits_and_gradients(name, kind, randn):
             continue
         scale = gradient.abs().max().clamp(min=1.0)
         torch.testing.assert_close(got[parameter] / scale, gradient / scale, **CLOSE)
-    query = next(of for of in got if "q_proj" in of or "q_b_proj" in of or "c_attn" in of)
+    query = next(
+        of for of in got if any(part in of for part in ("q_proj", "q_b_proj", "c_attn", "qkv_proj"))
+    )
     assert got[query].abs().max() > 1e-3, "attention has hardly any effect on this loss"
 
 
@@ -126,6 +128,20 @@ def test_caches(name, cache, steps):
         with torch.no_grad():
             whole = ours(tokens(), attention_mask=mask, position_ids=positions).logits
         torch.testing.assert_close(found[counted], whole[counted], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(name, randn):
+    """Left-padded: logits, gradients, and a cache in chunks."""
+    test_logits_and_gradients(name, "left", randn)
+    eager, ours = causal_pair(name)
+    given, counted = padded("left")
+    arguments = (tokens(), given["attention_mask"], given["position_ids"])
+    expected, found = (
+        in_steps(model, [6, 4, 3], cache_of("dynamic", model, 3), *arguments)
+        for model in (eager, ours)
+    )
+    torch.testing.assert_close(found[counted], expected[counted], **CLOSE)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])

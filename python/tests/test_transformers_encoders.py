@@ -12,7 +12,7 @@ import encke.transformers  # noqa: E402
 from encke.integrations.visibility import UnsupportedMask  # noqa: E402
 from test_transformers import CLOSE, TOKENS, padded, tokens  # noqa: E402
 from test_transformers import softmax_in_the_type_of_its_input  # noqa: E402, F401
-from transformers_models import causal_pair, gradients, pair  # noqa: E402
+from transformers_models import SIZES, causal_pair, gradients, pair  # noqa: E402
 
 ENCODER = dict(
     vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -170,6 +170,24 @@ def test_masks_that_are_no_pattern_are_refused():
 def even(batch, head, query, key):
     """Every second key."""
     return key % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "made"),
+    [
+        (lambda t: t.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4), "CausalLM"),
+        (lambda t: t.DogeConfig(**SIZES), "CausalLM"),
+        (lambda t: t.BigBirdPegasusConfig(**BART), "Seq2SeqLM"),
+    ],
+    ids=["all layers", "masks of its own", "some layers"],
+)
+def test_models_that_compute_attention_themselves_are_refused(config, made):
+    """They would add a description to their scores, or take it for a mask."""
+    maker = getattr(transformers, f"AutoModelFor{made}")
+    model = maker.from_config(config(transformers), attn_implementation="encke")
+    for count in (TOKENS, 1):
+        with pytest.raises(UnsupportedMask, match="code of its own"):
+            model(tokens(count=count))
 
 
 def test_a_hole_in_a_window_is_refused():

@@ -57,6 +57,34 @@ CAUSAL = {
 }
 
 
+# Others that differ in what they ask of attention, for fewer cases.
+OTHERS = {
+    "cohere2": lambda t: t.Cohere2Config(**_sizes(sliding_window=5, layer_types=WINDOWED)),
+    "deepseek-v2": lambda t: t.DeepseekV2Config(
+        **_sizes(num_key_value_heads=4, moe_intermediate_size=16, n_routed_experts=4, n_group=1,
+                 topk_group=1, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
+                 kv_lora_rank=8, q_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8,
+                 v_head_dim=6, head_dim=4)
+    ),
+    "exaone4": lambda t: t.Exaone4Config(**_sizes(sliding_window=5, layer_types=WINDOWED)),
+    "gemma3n": lambda t: t.Gemma3nTextConfig(
+        **_sizes(head_dim=8, sliding_window=5, layer_types=WINDOWED, laurel_rank=4,
+                 hidden_size_per_layer_input=8, vocab_size_per_layer_input=61, altup_num_inputs=2,
+                 num_kv_shared_layers=0, activation_sparsity_pattern=None)
+    ),
+    "opt": lambda t: t.OPTConfig(
+        vocab_size=61, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=32, dropout=0.0, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2
+    ),
+    "phi3": lambda t: t.Phi3Config(**_sizes(sliding_window=5)),
+    "qwen3-moe": lambda t: t.Qwen3MoeConfig(
+        **_sizes(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    ),
+    "smollm3": lambda t: t.SmolLM3Config(**_sizes(no_rope_layer_interval=2)),
+}
+
+
 def pair(config, model_class, dtype=torch.float64):
     """The model with eager attention, and with Encke's, and equal weights."""
     torch.manual_seed(3)
@@ -82,7 +110,7 @@ def _name(model, weight):
 @functools.lru_cache(maxsize=None)
 def causal_pair(name, dtype=torch.float64):
     """A causal language model by name."""
-    config = CAUSAL[name](transformers)
+    config = (CAUSAL | OTHERS)[name](transformers)
     return pair(config, transformers.AutoModelForCausalLM, dtype)
 
 

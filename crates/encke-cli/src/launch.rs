@@ -32,6 +32,12 @@ mpirun takes the place of this command: signals reach it, and it ends all proces
 
 Exit codes: those of mpirun, which passes on the command's; 2 if it cannot be started.";
 
+/// The most processes of one machine: a launcher starts as many as it is asked for, and a million
+/// leave no time to anything else.
+const MOST_HERE: usize = 1024;
+/// The most processes on other hosts: the ranks of the largest ring.
+const MOST: usize = 1 << 20;
+
 /// Starts the command as several processes.
 #[derive(Debug, Args)]
 pub struct Options {
@@ -107,6 +113,13 @@ impl MpirunKind {
 pub fn run(options: &Options) -> Result<Verdict> {
     if options.number == 0 {
         bail!("-n 0 starts no process; give at least 1");
+    }
+    let (most, advice) = match options.option.is_empty() {
+        true => (MOST_HERE, " on one machine; name hosts with --option"),
+        false => (MOST, ""),
+    };
+    if options.number > most {
+        bail!("-n {} is too many: at most {most}{advice}", options.number);
     }
     if cfg!(not(feature = "mpi")) && options.number > 1 {
         bail!(

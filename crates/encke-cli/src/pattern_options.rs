@@ -90,7 +90,7 @@ enum DocumentSource {
 }
 
 /// Parses the two sides of a window.
-fn window(text: &str) -> Result<Window, String> {
+pub fn window(text: &str) -> Result<Window, String> {
     let side = |text: &str| match text.trim() {
         "all" => Ok(None),
         number => count(number).map(Some),
@@ -164,6 +164,7 @@ impl PatternOptions {
             || self.padding.is_some();
         let mask = self.causal
             || self.window.is_some()
+            || self.prefix.is_some()
             || self.documents.is_some()
             || self.query_offset.is_some();
         let scores = self.softcap.is_some() || self.alibi;
@@ -207,6 +208,9 @@ impl PatternOptions {
         };
         let pattern = self.branches()?.causal(self.causal);
         let pattern = pattern.window(self.window.unwrap_or(Window::ALL));
+        if self.prefix.is_some() && !pattern.has_bounded_window() {
+            bail!("--prefix has no effect: --window hides no token that a prefix could show");
+        }
         Ok(pattern
             .prefix(self.prefix.unwrap_or(0))
             .documents(documents)

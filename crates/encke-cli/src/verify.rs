@@ -78,7 +78,7 @@ pub struct Options {
 
     /// With --faults: number of other ranks that keep each rank's inputs, so that deaths are
     /// survived.
-    #[arg(long, value_name = "R", value_parser = count, default_value = "0", requires = "faults")]
+    #[arg(long, value_name = "R", value_parser = count, default_value = "0")]
     redundancy: usize,
 
     /// Where the configurations run; the reference always runs on the CPU.
@@ -214,6 +214,12 @@ impl Options {
     fn limit(&self) -> Result<Duration> {
         if self.count == 0 {
             bail!("--count is 0; give at least 1 configuration to verify");
+        }
+        // Not clap's `requires`, which --bits switches off, because it excludes --faults.
+        if self.redundancy > 0 && !self.faults {
+            bail!(
+                "--redundancy is for --faults, in which ranks die; add --faults, or leave it out"
+            );
         }
         if self.redundancy > MOST_REDUNDANCY {
             bail!(

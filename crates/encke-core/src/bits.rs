@@ -94,6 +94,9 @@ impl FromStr for Bits {
     }
 }
 
+/// Lanes that a search for all cuts of a ring looks at: a second or so.
+const CUT_STEPS: usize = 1 << 25;
+
 /// The tiles of a pattern: where a ring may cut the tokens.
 #[derive(Debug)]
 pub struct TileGrid<'a> {
@@ -105,13 +108,15 @@ pub struct TileGrid<'a> {
 
 impl<'a> TileGrid<'a> {
     /// The grid of a pattern on tiles of `tile` rows.
-    pub fn new(pattern: &'a Pattern, shape: &Shape, tile: usize) -> TileGrid<'a> {
-        TileGrid {
+    pub fn new(pattern: &'a Pattern, shape: &Shape, tile: usize) -> Result<TileGrid<'a>> {
+        // Before the lanes, which are as many as the heads.
+        pattern.check(shape)?;
+        Ok(TileGrid {
             pattern,
             lanes: pattern.lanes(shape),
             tokens: shape.tokens,
             tile,
-        }
+        })
     }
 
     /// A lane's segment that a cut before `token` divides: its first token, and how many rows of
@@ -130,16 +135,22 @@ impl<'a> TileGrid<'a> {
         (!whole).then_some((start, before))
     }
 
-    /// The last token at or before `token` where no tile is divided.
-    pub fn cut_before(&self, mut token: usize) -> usize {
+    /// The last token at or before `token` where no tile is divided. Branches that share no tile
+    /// for long make the search long: `steps` are those that are left, and are counted down.
+    fn cut_before(&self, mut token: usize, steps: &mut usize) -> Result<usize> {
+        let from = token;
         loop {
+            *steps = steps.checked_sub(self.lanes.len()).ok_or_else(|| {
+                let tile = self.tile;
+                Error::NoSharedCut { from, token, tile }
+            })?;
             let divided = self.lanes.iter().find_map(|lane| {
                 let (start, before) = self.divided(lane, token)?;
                 Some(start + before / self.tile * self.tile * lane.dilation)
             });
             match divided {
                 Some(lower) => token = lower,
-                None => return token,
+                None => return Ok(token),
             }
         }
     }
@@ -147,16 +158,17 @@ impl<'a> TileGrid<'a> {
     /// One contiguous shard per rank, about equally many tokens each, that divides no tile.
     pub fn contiguous(&self, ranks: usize) -> Result<Sharding> {
         let even = Sharding::contiguous(ranks)?;
-        let mut first = 0;
-        let firsts = (0..ranks).scan(0, |last, rank| {
+        let (mut first, mut last, mut steps) = (0, 0, CUT_STEPS);
+        let mut firsts = Vec::with_capacity(ranks);
+        for rank in 0..ranks {
             // The nearest cut of a dense pattern.
             let half = if first == 0 { 0 } else { self.tile / 2 };
-            let cut = self.cut_before((first + half).min(self.tokens)).max(*last);
+            let cut = self.cut_before((first + half).min(self.tokens), &mut steps)?;
             first += even.rows(self.tokens, rank);
-            *last = cut;
-            Some(cut)
-        });
-        Sharding::new(ranks, Cut::Firsts(firsts.collect()))
+            last = cut.max(last);
+            firsts.push(last);
+        }
+        Sharding::new(ranks, Cut::Firsts(firsts))
     }
 
     /// Refuses a sharding that divides a tile, and one whose ranks do not follow one another.
@@ -195,8 +207,8 @@ mod tests {
 
     fn grid_cuts(pattern: &Pattern, tokens: usize, tile: usize) -> Vec<usize> {
         let shape = Shape::new(1, tokens, 4, 2, 8).unwrap();
-        let grid = TileGrid::new(pattern, &shape, tile);
-        let on_grid = |cut: &usize| grid.cut_before(*cut) == *cut;
+        let grid = TileGrid::new(pattern, &shape, tile).unwrap();
+        let on_grid = |cut: &usize| grid.cut_before(*cut, &mut { CUT_STEPS }) == Ok(*cut);
         (0..=tokens).filter(on_grid).collect()
     }
 
@@ -233,7 +245,7 @@ mod tests {
     fn a_contiguous_sharding_on_the_grid_is_accepted_and_others_are_not() {
         let shape = Shape::new(1, 1000, 1, 1, 8).unwrap();
         let pattern = Pattern::dense();
-        let grid = TileGrid::new(&pattern, &shape, 64);
+        let grid = TileGrid::new(&pattern, &shape, 64).unwrap();
         for ranks in 1..40 {
             let sharding = grid.contiguous(ranks).unwrap();
             assert_eq!(grid.check(&sharding), Ok(()), "{ranks} ranks");
@@ -248,5 +260,23 @@ mod tests {
         );
         let zigzag = Sharding::new(2, Cut::Zigzag).unwrap();
         assert_eq!(grid.check(&zigzag), Err(Error::BitsSharding { rank: 0 }));
+    }
+
+    #[test]
+    fn a_search_for_cuts_has_an_end() {
+        let huge = 1_000_000_000_000;
+        let mode = Mode::Mix {
+            offsets: OffsetRule::HeadMod,
+            gradient: MixingGradient::Exact,
+        };
+        // Their tiles begin one token apart, in all of a segment.
+        let apart = Pattern::dilated(&[huge, huge + 1], &[1, 1], mode).unwrap();
+        let shape = Shape::new(1, 10 * huge, 1, 1, 8).unwrap();
+        let grid = TileGrid::new(&apart, &shape, 32).unwrap();
+        let refused = grid.contiguous(2).unwrap_err();
+        assert!(matches!(refused, Error::NoSharedCut { .. }), "{refused}");
+        let heads = Shape::new(1, 64, 1 << 40, 1, 1).unwrap();
+        let refused = TileGrid::new(&apart, &heads, 32).unwrap_err();
+        assert!(matches!(refused, Error::PlanCost { .. }), "{refused}");
     }
 }

@@ -2,7 +2,8 @@
 //! one coin, which is a function of the seed and the pair.
 //!
 //! The decision here: coins are never stored. The rank that computes a pair draws its coin,
-//! and the backward pass draws it again.
+//! and the backward pass draws it again. The seed belongs to the call and decides nothing in a
+//! plan.
 
 use std::sync::Arc;
 
@@ -24,6 +25,16 @@ impl Dropout {
             true => Ok(Dropout { probability, seed }),
             false => Err(Error::Dropout { got: probability }),
         }
+    }
+
+    /// The same with another seed: other pairs are dropped.
+    pub fn with_seed(self, seed: u64) -> Dropout {
+        Dropout { seed, ..self }
+    }
+
+    /// The seed of the coins.
+    pub fn seed(&self) -> u64 {
+        self.seed
     }
 
     /// The factor of a pair that is kept.

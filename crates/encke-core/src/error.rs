@@ -7,6 +7,16 @@ use crate::dtype::DType;
 /// Why a request is invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
+    /// A head dimension that no kernel has room for.
+    #[error("{what} is {got}; it must be at most {most}")]
+    LargeDim {
+        /// Which one.
+        what: &'static str,
+        /// Its size.
+        got: usize,
+        /// The largest.
+        most: usize,
+    },
     /// A size that must be at least one was zero.
     #[error("{what} is 0; it must be at least 1")]
     Zero {
@@ -75,10 +85,10 @@ pub enum Error {
         /// Keys given.
         tokens: usize,
     },
-    /// Fewer queries than keys where every key needs its query.
+    /// A resize of a tensor of fewer queries than keys.
     #[error(
-        "{queries} queries for {tokens} keys: tensors in shards, replicas for lost ranks and \
-         tensors in files need a query for every key; pass whole tensors"
+        "{queries} queries for {tokens} keys: a resize moves tensors with a row for every token; \
+         gather the others, and shard them again after it"
     )]
     FewerQueries {
         /// Queries given.
@@ -320,6 +330,20 @@ pub enum Error {
         factors: String,
         /// The largest number of steps.
         limit: u64,
+    },
+    /// Branches with no cut that all of their tiles allow, for longer than is searched.
+    #[error(
+        "between tokens {token} and {from} every cut would divide a tile of {tile} rows of some \
+         branch, and further ones were not tried; use segment lengths that are multiples of \
+         {tile} x their dilation rates, or planned bits"
+    )]
+    NoSharedCut {
+        /// The token from which on cuts were tried, backwards.
+        from: usize,
+        /// The last one that was tried.
+        token: usize,
+        /// Rows of a tile.
+        tile: usize,
     },
     /// A rank that does not exist.
     #[error("there is no rank {rank}: the ring has {ranks} ranks, numbered from 0")]

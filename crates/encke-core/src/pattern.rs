@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::documents::Documents;
 use crate::error::{Error, Result, check_steps};
 use crate::mask::Window;
-use crate::phantoms::Padding;
+use crate::padding::Padding;
 use crate::rows::Rows;
 use crate::shape::Shape;
 
@@ -234,6 +234,11 @@ impl Pattern {
     /// What stands in the places of a segment that have no token.
     pub fn padding_rule(&self) -> Padding {
         self.padding
+    }
+
+    /// The position of the first query, if one was set.
+    pub fn offset_of_queries(&self) -> Option<usize> {
+        self.query_offset
     }
 
     /// The position of the first query.

@@ -6,28 +6,9 @@
 //!
 //! The decision here: a phantom has no key and no value, so a query needs only their number.
 
-use serde::{Deserialize, Serialize};
-
 use crate::error::{Error, Result};
 use crate::pattern::{Branch, Mode, Pattern};
 use crate::shape::Shape;
-
-/// What stands in the places of a segment that have no token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Padding {
-    /// Nothing: a softmax is over tokens.
-    #[default]
-    None,
-    /// A phantom key in each place that torchscale fills with zeros.
-    Torchscale,
-}
-
-impl Padding {
-    pub(crate) fn is_none(&self) -> bool {
-        *self == Padding::None
-    }
-}
 
 /// The phantom keys of each slot of a pattern.
 pub(crate) struct Phantoms<'a> {
@@ -138,6 +119,7 @@ impl Pattern {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::padding::Padding;
     use crate::pattern::{MixingGradient, OffsetRule};
 
     fn pattern(segments: &[usize], rates: &[usize]) -> Pattern {

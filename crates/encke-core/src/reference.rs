@@ -12,9 +12,9 @@ use std::ops::Range;
 
 use crate::dropout::FourPairs;
 use crate::error::{Error, Result};
+use crate::padding::Padding;
 use crate::partial::{OnlineSoftmax, Partial};
 use crate::pattern::{Branch, MixingGradient, Mode, Pattern};
-use crate::phantoms::Padding;
 use crate::scores::Scores;
 use crate::shape::Shape;
 

@@ -24,6 +24,20 @@ pub struct Shape {
     pub value_dim: usize,
 }
 
+/// The largest head dimension: kernels hold blocks of such rows for each thread.
+const MOST_DIM: usize = 1 << 20;
+
+fn check_dim(what: &'static str, got: usize) -> Result<()> {
+    match got <= MOST_DIM {
+        true => Ok(()),
+        false => Err(Error::LargeDim {
+            what,
+            got,
+            most: MOST_DIM,
+        }),
+    }
+}
+
 impl Shape {
     /// A checked shape: no size is zero, the key heads divide the query heads, nothing overflows.
     pub fn new(
@@ -53,6 +67,7 @@ impl Shape {
             "the size of the tensors",
             &[batch, tokens, heads, dim, 8 * 64],
         )?;
+        check_dim("the head dimension", dim)?;
         Ok(Shape {
             batch,
             tokens,
@@ -98,6 +113,7 @@ impl Shape {
         }
         let factors = [self.batch, self.tokens, self.heads, value_dim, 8 * 64];
         product("the size of the tensors", &factors)?;
+        check_dim("the head dimension of the values", value_dim)?;
         Ok(Shape { value_dim, ..self })
     }
 

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::congruence::congruence;
 use crate::error::{Error, Result};
-use crate::rows::congruence;
 
 /// Ranks of the largest ring.
 pub const MOST_RANKS: usize = 1 << 20;
@@ -272,6 +272,17 @@ impl Sharding {
                 count: end - start,
             })
             .collect()
+    }
+
+    /// The queries of `rank` where these `positions` have a query, by index of the query.
+    pub fn query_runs(&self, tokens: usize, rank: usize, positions: &Range<usize>) -> Vec<Run> {
+        let index = |run: Run| Run {
+            first: run.first - positions.start,
+            ..run
+        };
+        let runs = self.runs(tokens, rank).into_iter();
+        let runs = runs.filter_map(|run| run.within(positions));
+        runs.map(index).collect()
     }
 
     /// The number of tokens that `rank` owns.

@@ -39,6 +39,18 @@ fn products_that_overflow_name_their_factors() {
 }
 
 #[test]
+fn head_dimensions_that_no_kernel_has_room_for_are_refused() {
+    let most = 1 << 20;
+    let shape = Shape::new(1, 1, 1, 1, most).expect("it is the largest");
+    for over in [most + 1, 1 << 53] {
+        let dim = Shape::new(1, 1, 1, 1, over);
+        assert!(matches!(dim, Err(Error::LargeDim { got, .. }) if got == over));
+        let values = shape.with_value_dim(over);
+        assert!(matches!(values, Err(Error::LargeDim { got, .. }) if got == over));
+    }
+}
+
+#[test]
 fn tensors_that_there_is_no_memory_for_name_their_bytes() {
     // 2^47 bytes are as large as the address space of a process.
     let bytes = 1 << 47;

@@ -8,7 +8,10 @@ use encke_ring::RingError;
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum CostError {
     /// A value of the machine description is out of range.
-    #[error("{what} is {got} in the description of the machine; it must be {expected}")]
+    #[error(
+        "{what} is {} in the description of the machine; it must be {expected}",
+        short(*got)
+    )]
     Number {
         /// The field.
         what: &'static str,
@@ -57,4 +60,12 @@ pub enum CostError {
     /// A measured ring failed.
     #[error(transparent)]
     Ring(#[from] RingError),
+}
+
+/// A number in digits, or with an exponent where it has more than 20 of them.
+fn short(number: f64) -> String {
+    match number.abs() < 1e20 {
+        true => number.to_string(),
+        false => format!("{number:e}"),
+    }
 }

@@ -13,7 +13,7 @@ use encke_core::job::Job;
 use encke_core::kernel::{Gradients, Upstream};
 use encke_core::{Data, Element};
 
-use crate::dropout::{DropWeights, MultiplyFactors, TileDropout};
+use crate::dropout::{DropWeights, LEFT_OUT, MultiplyFactors, TileDropout, accumulate_marked_keys};
 use crate::forward::{accumulate, products};
 use crate::grid::{QueryBlock, QueryGrid, Tile};
 use crate::microkernel::multiply_rows;
@@ -357,6 +357,7 @@ impl<X: Vector> BackwardCall<'_, X> {
                 }
             }
         }
+        let marked = pairs.dropout.is_some() && !pairs.finite;
         if pairs.dropout.is_some() {
             let factors = X::of(&factors[..count]);
             let weights = &mut *scores;
@@ -365,9 +366,13 @@ impl<X: Vector> BackwardCall<'_, X> {
                 factors,
                 weights,
             });
+            if marked {
+                mark_dropped(x, factors, scores);
+            }
         }
         if let Some(mask) = &mask {
-            mask.hide(x, scores, X::A::ZERO);
+            let hidden = if marked { LEFT_OUT } else { 0.0 };
+            mask.hide(x, scores, X::A::from_f64(hidden));
             mask.hide(x, dp, X::A::ZERO);
         }
         let skip_hidden = mask.filter(|_| !pairs.finite);
@@ -383,10 +388,14 @@ impl<X: Vector> BackwardCall<'_, X> {
             let (q_rows, dout_rows) = (&panels.q_rows[at], &panels.dout_rows[value_at]);
             let (dk, dv) = (&mut panels.dk[rows], &mut panels.dv[value_rows]);
             let both = [
-                (&panels.dp[..count], q_rows, width, dk),
-                (&panels.scores[..count], dout_rows, value_width, dv),
+                (&panels.dp[..count], q_rows, width, dk, false),
+                (&panels.scores[..count], dout_rows, value_width, dv, marked),
             ];
-            for (weights, rows, width, sums) in both {
+            for (weights, rows, width, sums, marked) in both {
+                if marked {
+                    accumulate_marked_keys(x, weights, rows, width, sums);
+                    continue;
+                }
                 match &skip_hidden {
                     None => accumulate_keys::<X, R>(x, weights, rows, width, sums),
                     Some(mask) => mask.accumulate_keys(x, weights, rows, width, sums),
@@ -433,12 +442,22 @@ fn draw_factors<X: Vector>(
         x,
         dropout,
         weights,
+        dropped: x.zero(),
     });
     x.run(MultiplyFactors {
         x,
         factors,
         weights: dp,
     });
+}
+
+/// Marks the weights of pairs with a factor of 0.
+#[cold]
+fn mark_dropped<X: Vector>(x: X, factors: &[X::V], weights: &mut [X::V]) {
+    let (zero, left_out) = (x.zero(), x.splat(X::A::from_f64(LEFT_OUT)));
+    for (weight, factor) in weights.iter_mut().zip(factors) {
+        *weight = x.select_less(zero, *factor, *weight, left_out);
+    }
 }
 
 #[inline(always)]

@@ -3,6 +3,11 @@
 //! The decision here: coins are drawn for many queries at once, one query in each lane, and for
 //! four keys at a time. Like the transform of scores, this is a task of its own, compiled
 //! for the instruction set and called only by jobs that have dropout.
+//!
+//! A weight of 0 hides finite values only. Where one is not finite, the weights of pairs that are
+//! dropped or masked are [`LEFT_OUT`], and sums leave them out ([`accumulate_marked`]). These
+//! sums are not inlined: inside the loops of calls without dropout they cost a backward pass a
+//! tenth.
 
 use encke_core::job::{Job, Piece};
 
@@ -11,6 +16,9 @@ use crate::philox::{COUNTERS, Words};
 use crate::real::Real;
 use crate::shape::{MAX_LANES, VECTORS, lanes};
 use crate::vector::{SimdTask, Vector};
+
+/// Marks a pair that no sum contains. Weights are at least 0.
+pub(crate) const LEFT_OUT: f64 = -1.0;
 
 /// Which pairs of one tile and consecutive keys are dropped.
 #[derive(Debug)]
@@ -72,11 +80,12 @@ impl<A: Real> TileDropout<A> {
     }
 }
 
-/// Multiplies the weights of a tile by their factors.
+/// Multiplies the weights of a tile by their factors; those of dropped pairs become `dropped`.
 pub(crate) struct DropWeights<'a, X: Vector> {
     pub x: X,
     pub dropout: &'a TileDropout<X::A>,
     pub weights: &'a mut [X::V],
+    pub dropped: X::V,
 }
 
 impl<X: Vector> SimdTask for DropWeights<'_, X> {
@@ -86,8 +95,9 @@ impl<X: Vector> SimdTask for DropWeights<'_, X> {
             x,
             dropout,
             weights,
+            dropped,
         } = self;
-        let (zero, gain) = (x.zero(), x.splat(dropout.gain));
+        let gain = x.splat(dropout.gain);
         let (mut drawn, mut coins) = (None, [[[0; COUNTERS]; 4]; MAX_LANES / COUNTERS]);
         for (j, row) in weights.chunks_exact_mut(VECTORS).enumerate() {
             let token = dropout.token + j * dropout.key_step;
@@ -102,13 +112,13 @@ impl<X: Vector> SimdTask for DropWeights<'_, X> {
                 let lane = n * X::WIDTH;
                 let coins = &coins[lane / COUNTERS][token % 4][lane % COUNTERS..];
                 let kept = x.mul(*weight, gain);
-                *weight = x.select_above(&coins[..X::WIDTH], dropout.limit, kept, zero);
+                *weight = x.select_above(&coins[..X::WIDTH], dropout.limit, kept, dropped);
             }
         }
     }
 }
 
-/// Multiplies vectors by factors.
+/// Multiplies vectors by factors. A factor of 0 gives 0, also of what is not finite.
 pub(crate) struct MultiplyFactors<'a, X: Vector> {
     pub x: X,
     pub factors: &'a [X::V],
@@ -118,8 +128,111 @@ pub(crate) struct MultiplyFactors<'a, X: Vector> {
 impl<X: Vector> SimdTask for MultiplyFactors<'_, X> {
     #[inline(always)]
     fn run(self) {
+        let (x, zero) = (self.x, self.x.zero());
         for (weight, factor) in self.weights.iter_mut().zip(self.factors) {
-            *weight = self.x.mul(*weight, *factor);
+            let product = x.mul(*weight, *factor);
+            *weight = x.select_less(zero, *factor, product, zero);
+        }
+    }
+}
+
+/// out = keep · out + the sum of the terms that are not left out. They are summed as the fast path
+/// sums them, to the last bit.
+#[cold]
+#[inline(never)]
+pub(crate) fn accumulate_marked<X: Vector>(
+    x: X,
+    rows: &[X::A],
+    width: usize,
+    weights: &[X::V],
+    keep: &[X::V; VECTORS],
+    out: &mut [X::V],
+) {
+    x.run(AccumulateMarked {
+        x,
+        rows,
+        width,
+        weights,
+        keep,
+        out,
+    });
+}
+
+struct AccumulateMarked<'a, X: Vector> {
+    x: X,
+    rows: &'a [X::A],
+    width: usize,
+    weights: &'a [X::V],
+    keep: &'a [X::V; VECTORS],
+    out: &'a mut [X::V],
+}
+
+impl<X: Vector> SimdTask for AccumulateMarked<'_, X> {
+    #[inline(always)]
+    fn run(self) {
+        let (x, zero) = (self.x, self.x.zero());
+        for (c, out) in self.out.chunks_exact_mut(VECTORS).enumerate() {
+            let mut sums = [zero; VECTORS];
+            let rows = self.rows.chunks_exact(self.width);
+            for (row, weights) in rows.zip(self.weights.chunks_exact(VECTORS)) {
+                let factor = x.splat(row[c]);
+                for n in 0..VECTORS {
+                    let sum = x.mul_add(factor, weights[n], sums[n]);
+                    sums[n] = x.select_less(weights[n], zero, sums[n], sum);
+                }
+            }
+            for n in 0..VECTORS {
+                out[n] = x.mul_add(self.keep[n], out[n], sums[n]);
+            }
+        }
+    }
+}
+
+/// sums[j] += Σ_i weights[j][i] · rows[i] over the lanes i that are not left out, summed as the
+/// fast path sums them.
+#[cold]
+#[inline(never)]
+pub(crate) fn accumulate_marked_keys<X: Vector>(
+    x: X,
+    weights: &[X::A],
+    rows: &[X::A],
+    width: usize,
+    sums: &mut [X::A],
+) {
+    x.run(AccumulateMarkedKeys {
+        x,
+        weights,
+        rows,
+        width,
+        sums,
+    });
+}
+
+struct AccumulateMarkedKeys<'a, X: Vector> {
+    x: X,
+    weights: &'a [X::A],
+    rows: &'a [X::A],
+    width: usize,
+    sums: &'a mut [X::A],
+}
+
+impl<X: Vector> SimdTask for AccumulateMarkedKeys<'_, X> {
+    #[inline(always)]
+    fn run(self) {
+        let (x, step) = (self.x, self.width / X::WIDTH);
+        let (rows, sums) = (X::of(self.rows), X::of_mut(self.sums));
+        let weights = self.weights.chunks_exact(lanes::<X>());
+        for (weights, sums) in weights.zip(sums.chunks_exact_mut(step)) {
+            for (c, sum) in sums.iter_mut().enumerate() {
+                let mut found = x.zero();
+                for (weight, row) in weights.iter().zip(rows.chunks_exact(step)) {
+                    if *weight < X::A::ZERO {
+                        continue;
+                    }
+                    found = x.mul_add(x.splat(*weight), row[c], found);
+                }
+                *sum = x.add(*sum, found);
+            }
         }
     }
 }

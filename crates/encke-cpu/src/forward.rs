@@ -11,7 +11,7 @@ use encke_core::Element;
 use encke_core::dtype::Slice;
 use encke_core::job::Job;
 
-use crate::dropout::{DropWeights, TileDropout};
+use crate::dropout::{DropWeights, LEFT_OUT, TileDropout, accumulate_marked};
 use crate::grid::{QueryBlock, QueryGrid, Tile};
 use crate::microkernel::{multiply_columns, multiply_rows};
 use crate::panel;
@@ -276,7 +276,15 @@ impl<X: Vector> ForwardCall<'_, X> {
                 let l = X::of_mut(&mut panels.l[cells]);
                 let keep = softmax::weights(self.x, scores, m, l);
                 if job.dropout.is_some() {
-                    self.drop_pairs(block, i, start, scores);
+                    let dropped = if finite { 0.0 } else { LEFT_OUT };
+                    self.drop_pairs(block, i, start, scores, dropped);
+                    if !finite {
+                        if let Some(mask) = &mask {
+                            mask.hide(self.x, scores, X::A::from_f64(LEFT_OUT));
+                        }
+                        accumulate_marked(self.x, v, value_width, scores, &keep, out);
+                        continue;
+                    }
                 }
                 match mask.filter(|_| !finite) {
                     None => accumulate::<X, R>(self.x, v, value_width, scores, &keep, out),
@@ -302,9 +310,17 @@ impl<X: Vector> ForwardCall<'_, X> {
         }
     }
 
-    /// Multiplies the weights of tile `i` and the keys from `key` on by their factors.
+    /// Multiplies the weights of tile `i` and the keys from `key` on by their factors; those of
+    /// dropped pairs become `dropped`.
     #[cold]
-    fn drop_pairs(&self, block: &QueryBlock, i: usize, key: usize, weights: &mut [X::V]) {
+    fn drop_pairs(
+        &self,
+        block: &QueryBlock,
+        i: usize,
+        key: usize,
+        weights: &mut [X::V],
+        dropped: f64,
+    ) {
         let piece = &self.grid.pieces[block.piece];
         let tile = block.tiles.start + i;
         let tile = self.grid.tile(block.group, block.piece, tile);
@@ -315,6 +331,7 @@ impl<X: Vector> ForwardCall<'_, X> {
                 x,
                 dropout,
                 weights,
+                dropped: x.splat(X::A::from_f64(dropped)),
             });
         }
     }

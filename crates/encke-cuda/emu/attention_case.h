@@ -20,7 +20,7 @@ struct Layout { i64 offset, batch, segment, row; std::vector<i64> heads; i64 siz
 // Rows `step` apart, each head with its own phase; `groups` query heads share one key head.
 static Layout layout(int batch, int segments, int rows, int heads, int dim, int step, int groups,
     int pad, bool phases) {
-  Layout o; int own = heads / groups; i64 width = (i64)own * (dim + pad);
+  Layout o; int own = (heads + groups - 1) / groups; i64 width = (i64)own * (dim + pad);
   o.offset = pad;
   o.row = step * width;
   o.segment = (rows * step + 1) * width;
@@ -212,6 +212,11 @@ static void draw_case(Case& c, Random& random, int number, int dim, int width, b
   j.dim = dim;
   j.queries = random.between(1, most_queries); j.keys = random.between(1, most_keys);
   int groups = number % 2 ? 1 : j.heads;
+#ifdef STAGES
+  // Heads that share keys are packed: of any number, and not always as many.
+  j.heads = random.between(1, 6);
+  groups = random.between(1, j.heads);
+#endif
   c.q = layout(j.batch, j.segments, j.queries, j.heads, dim, random.between(1, 3), 1, pad, true);
   int step = random.between(1, 3); bool phases = random.coin();
   c.k = layout(j.batch, j.segments, j.keys, j.heads, dim, step, groups, pad, phases);

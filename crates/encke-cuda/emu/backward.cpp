@@ -1,5 +1,10 @@
 // The Hopper backward kernels on the CPU model, against their definition in f64. Built once per
 // variant (macros HD, BQ, STAGES, DQ_STAGES and the storage type); runs every case that fits it.
+#ifdef T_F16
+#define SCALES_DQ 1
+#else
+#define SCALES_DQ 0
+#endif
 #include "backward.h"
 #include "../src/kernels/common.cuh"
 #include "../src/kernels/hopper.cuh"

@@ -1,6 +1,6 @@
-// Runs a forward kernel (PLAIN, or mma.sync) on the CPU model over random jobs: values, carry, and
-// hidden NaNs bit by bit. With MASKED, jobs have masks, score transforms, dropout and values of
-// another width.
+// Runs a forward kernel (PLAIN, mma.sync, or with STAGES the one that splits keys) on the CPU model
+// over random jobs: values, carry, and hidden NaNs bit by bit. With MASKED, jobs have masks, score
+// transforms, dropout and values of another width.
 #ifdef PLAIN
 #include "plain.h"
 #else
@@ -15,7 +15,14 @@
 #define ALIGNED 0
 #else
 #include "../src/kernels/mma_tile.cuh"
+#include "../src/kernels/mma_softmax.cuh"
+#ifdef STAGES
+#define __shared__ static   // one block runs at a time
+#include "../src/kernels/split_forward.cu"
+#include "../src/kernels/split_merge.cu"
+#else
 #include "../src/kernels/mma_forward.cu"
+#endif
 #endif
 
 struct State { std::vector<Sum> acc, m, l, lse; std::vector<Element> out; };
@@ -24,6 +31,39 @@ static State empty_state(const Case& c) {
   return {std::vector<Sum>(n * d, 0.f), std::vector<Sum>(n, -INFINITY),
       std::vector<Sum>(n, 0.f), std::vector<Sum>(n, 7.f), std::vector<Element>(n * d)};
 }
+#ifdef STAGES
+static void run(Case c, State& s, bool starts, bool finishes) {
+  const Job& j = c.job;
+  // The heads of each group, by the keys they read.
+  std::vector<std::vector<i64>> all;
+  for (int h = 0; h < j.heads; h++) {
+    auto shares = [&](auto& g) { return c.k.heads[g[0]] == c.k.heads[h]; };
+    auto found = std::find_if(all.begin(), all.end(), shares);
+    if (found == all.end()) all.push_back({h}); else found->push_back(h);
+  }
+  size_t most = 0;
+  for (auto& g : all) most = std::max(most, g.size());
+  std::vector<i64> members;
+  for (auto& g : all) {
+    g.resize(most, -1);
+    members.insert(members.end(), g.begin(), g.end());
+  }
+  // A number of splits that depends on the job alone.
+  const int splits = 1 + (j.keys + j.queries) % 5, groups = (int)all.size(), dim = value_dim(j);
+  SplitParams params{members.data(), groups, (int)most, splits, 0};
+  const int blocks = c.blocks(true, TILE / (int)most) / j.heads * groups * splits;
+  const size_t cells = (size_t)j.batch * j.segments * j.queries * j.heads;
+  std::vector<float> acc(cells * splits * dim, NAN), m(cells * splits, NAN), l(cells * splits, NAN);
+  emu::launch(blocks, 1, THREADS, [&] {
+    split_forward(c.job, params, c.Q.data(), c.K.data(), c.V.data(), acc.data(), m.data(),
+        l.data());
+  });
+  emu::launch((int)cells, 1, MERGE_THREADS, [&] {
+    split_merge(c.job, acc.data(), m.data(), l.data(), s.acc.data(), s.m.data(), s.l.data(),
+        s.out.data(), s.lse.data(), dim, splits, starts, finishes);
+  });
+}
+#else
 static void run(Case c, State& s, bool starts, bool finishes) {
   int blocks = c.blocks(true, TILE);
 #ifdef PLAIN
@@ -38,6 +78,7 @@ static void run(Case c, State& s, bool starts, bool finishes) {
   });
 #endif
 }
+#endif
 // The softmax of one row in f64, continuing a carry.
 static void reference(const Case& c, const State& before, int b, int s, int h, int i, Values& acc,
     double& m, double& l) {
@@ -61,6 +102,10 @@ static void reference(const Case& c, const State& before, int b, int s, int h, i
   }
   m = top;
 }
+template <class T>
+static bool same(const std::vector<T>& x, const std::vector<T>& y, size_t at, size_t n) {
+  return memcmp(&x[at], &y[at], n * sizeof(T)) == 0;
+}
 static void check(
     const Case& c, const State& before, const State& after, bool finishes, const char* what) {
   Values got, want; double worst = 0; const Job& j = c.job; const int dim = value_dim(j);
@@ -77,6 +122,12 @@ static void check(
       if (std::isnan(mine)) worst = INFINITY;
       if (!finishes && m == (double)before.m[cell])
         expect(after.m[cell] == before.m[cell], c, "a maximum that nothing exceeded changed", i);
+      bool empty = !finishes;
+      for (int t = 0; t < j.keys; t++) empty &= !c.sees(i, t);
+      if (empty)
+        expect(same(after.m, before.m, cell, 1) && same(after.l, before.l, cell, 1) &&
+                   same(after.acc, before.acc, cell * dim, dim),
+            c, "a row without keys changed", i);
       for (int x = 0; x < dim; x++) {
         want.push_back(l == 0 ? 0 : acc[x] / l * (finishes ? j.gain : 1));
         got.push_back(finishes ? value_of(after.out[cell * dim + x])
@@ -86,10 +137,6 @@ static void check(
   } });
   double off = distance(got, want);
   expect(off < TOLERANCE, c, what, off); expect(worst < 2e-4, c, "lse", worst);
-}
-template <class T>
-static bool same(const std::vector<T>& x, const std::vector<T>& y, size_t at, size_t n) {
-  return memcmp(&x[at], &y[at], n * sizeof(T)) == 0;
 }
 
 // A key full of NaN or infinities must change no bit of a row that does not see it, and must show
@@ -138,7 +185,13 @@ int main(int count, char** arguments) {
 #else
     const int own = width(HD), dim = own;
 #endif
-    draw_case(c, random, n, own, dim, ALIGNED, n == 0 ? 2 * TILE + 5 : TILE + 9, 2 * BLOCK + 20);
+#ifdef STAGES
+    // Few queries, and more blocks of keys than are in flight.
+    const int most_queries = TILE / 2 + 3, most_keys = 8 * BLOCK;
+#else
+    const int most_queries = n == 0 ? 2 * TILE + 5 : TILE + 9, most_keys = 2 * BLOCK + 20;
+#endif
+    draw_case(c, random, n, own, dim, ALIGNED, most_queries, most_keys);
 #if MASKED
     check_coins(c);
 #endif
@@ -150,7 +203,7 @@ int main(int count, char** arguments) {
       if (random.below(4)) {
         before.m[i] = (Sum)random.unit();
         before.l[i] = 2 + (Sum)random.unit();
-        for (int x = 0; x < dim; x++) before.acc[i * dim + x] = (Sum)random.unit();
+        for (int x = 0; x < dim; x++) before.acc[i * dim + x] = x ? (Sum)random.unit() : -0.f;
       }
     State after = before; run(c, after, false, false); check(c, before, after, false, "acc");
     State last = before; run(c, last, false, true); check(c, before, last, true, "out of a carry");
@@ -171,6 +224,9 @@ int main(int count, char** arguments) {
   }
 #ifdef PLAIN
   printf("plain_forward COLUMNS=%d MASKED=%d", COLUMNS, MASKED);
+#elif defined(STAGES)
+  printf("split_forward HD=%d WARPS=%d KEY_WARPS=%d MT=%d BLOCK=%d STAGES=%d ALIGNED=%d MASKED=%d",
+      HD, WARPS, KEY_WARPS, MT, BLOCK, STAGES, ALIGNED, MASKED);
 #else
   printf("mma_forward HD=%d WARPS=%d MT=%d BLOCK=%d ALIGNED=%d MASKED=%d", HD, WARPS, MT, BLOCK,
       ALIGNED, MASKED);

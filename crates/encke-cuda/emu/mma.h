@@ -9,6 +9,7 @@
 namespace emu {
 struct Copy { u32 to, bytes; const void* from; bool real; };
 inline std::vector<Copy> copies[1024];
+inline std::vector<size_t> copy_groups[1024];   // copies of each group, in order
 static inline void copy(u32 to, const void* from, u32 bytes, bool real) {
   if (to % bytes || (real && (u64)from % bytes)) fail("a copy that is not aligned", to);
   memset(at(to, bytes), 0xff, bytes);
@@ -39,14 +40,31 @@ static inline u32 shared_base() { return emu::BASE; }
 static inline void store_shared(u32 to, u16 x) { memcpy(emu::at(to, 2), &x, 2); }
 static inline void copy16(u32 to, const void* from, bool real) { emu::copy(to, from, 16, real); }
 static inline void copy4(u32 to, const void* from, bool real) { emu::copy(to, from, 4, real); }
-static inline void copies_done() {
-  for (auto& x : emu::copies[threadIdx.x]) {
-    if (x.real)
-      memcpy(emu::at(x.to, x.bytes), x.from, x.bytes);
-    else
-      memset(emu::at(x.to, x.bytes), 0, x.bytes);
+namespace emu {
+static inline void complete_copies(size_t count) {
+  auto& all = copies[threadIdx.x];
+  for (size_t i = 0; i < count; i++) {
+    const Copy& x = all[i];
+    if (x.real) memcpy(at(x.to, x.bytes), x.from, x.bytes);
+    else memset(at(x.to, x.bytes), 0, x.bytes);
   }
-  emu::copies[threadIdx.x].clear();
+  all.erase(all.begin(), all.begin() + count);
+}
+}  // namespace emu
+static inline void copies_done() {
+  emu::complete_copies(emu::copies[threadIdx.x].size());
+  emu::copy_groups[threadIdx.x].clear();
+}
+static inline void commit_copies() {
+  auto& groups = emu::copy_groups[threadIdx.x]; size_t before = 0;
+  for (size_t count : groups) before += count;
+  groups.push_back(emu::copies[threadIdx.x].size() - before);
+}
+template <int PENDING> static inline void copies_done_but() {
+  auto& groups = emu::copy_groups[threadIdx.x]; size_t count = 0, done = 0;
+  for (; done + PENDING < groups.size(); done++) count += groups[done];
+  groups.erase(groups.begin(), groups.begin() + done);
+  emu::complete_copies(count);
 }
 static inline int __syncthreads_or(int x) {
   static int any[2]; static long uses[1024];

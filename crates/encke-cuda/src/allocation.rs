@@ -8,9 +8,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{CudaEvent, CudaStream, DriverError, result, sys};
 
-use crate::device::{Device, lock};
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::last_uses::LastUses;
+use crate::lock::lock;
 
 /// Memory on the device.
 pub(crate) struct DeviceAllocation {
@@ -19,8 +20,8 @@ pub(crate) struct DeviceAllocation {
     bytes: usize,
     foreign: Option<ForeignAccess>,
     last_uses: Mutex<LastUses>,
-    /// True if a zero-fill is pending: the memset is deferred until the first use.
-    zero_pending: Mutex<bool>,
+    /// The 32-bit word of a pending fill: the memset is deferred until the first use.
+    pending_fill: Mutex<Option<u32>>,
     /// True if a parcel was received into it through the host.
     received_through_host: AtomicBool,
     /// The allocation that it is a slice of.
@@ -98,7 +99,7 @@ impl DeviceAllocation {
             bytes,
             foreign,
             last_uses: Mutex::default(),
-            zero_pending: Mutex::default(),
+            pending_fill: Mutex::default(),
             received_through_host: AtomicBool::new(false),
             parent,
         }
@@ -169,7 +170,7 @@ impl DeviceAllocation {
     pub fn write(&self, bytes: &[u8]) -> Result<()> {
         assert!(bytes.len() <= self.bytes, "a write beyond its allocation");
         if bytes.len() == self.bytes {
-            self.take_pending_zero_fill();
+            self.cancel_fill();
         }
         let stream = self.device.compute();
         self.device
@@ -204,7 +205,7 @@ impl DeviceAllocation {
             "a copy beyond its allocation"
         );
         if bytes == self.bytes {
-            self.take_pending_zero_fill();
+            self.cancel_fill();
         }
         let (to, from) = (self.pointer, source.pointer);
         let stream = self.device.compute();
@@ -215,47 +216,60 @@ impl DeviceAllocation {
             })
     }
 
-    /// Sets every byte to zero. The memset is deferred until the first use. The owner of foreign
-    /// memory reads it without this crate: [`Buffer::settle`](crate::Buffer::settle) comes before.
+    /// Sets every byte to zero, as [`fill_words`](Self::fill_words) does.
     pub fn zero_fill(&self) {
-        *lock(&self.zero_pending) = true;
+        self.fill_words(0);
     }
 
-    /// Whether a zero-fill was pending. It is cancelled: the caller must overwrite all bytes, or
-    /// treat the contents as undefined.
-    pub fn take_pending_zero_fill(&self) -> bool {
-        std::mem::take(&mut *lock(&self.zero_pending))
+    /// Sets every 32-bit word. The memset is deferred until the first use. The owner of foreign
+    /// memory reads it without this crate: [`Buffer::settle`](crate::Buffer::settle) comes before.
+    pub fn fill_words(&self, word: u32) {
+        *lock(&self.pending_fill) = Some(word);
     }
 
-    /// The same of several allocations: cancels all zero-fills if all are pending, else none.
+    /// Cancels a pending fill: the caller must overwrite all bytes, or treat the contents as
+    /// undefined.
+    pub fn cancel_fill(&self) {
+        *lock(&self.pending_fill) = None;
+    }
+
+    /// Whether a zero-fill is pending for each of several allocations. If so, all are cancelled:
+    /// the caller must overwrite all bytes.
     pub fn take_all_pending_zero_fills<const COUNT: usize>(
         all: [&DeviceAllocation; COUNT],
     ) -> bool {
-        let pending = all.iter().all(|memory| *lock(&memory.zero_pending));
-        pending && all.iter().all(|memory| memory.take_pending_zero_fill())
+        let pending = (all.iter()).all(|memory| *lock(&memory.pending_fill) == Some(0));
+        if pending {
+            all.iter().for_each(|memory| memory.cancel_fill());
+        }
+        pending
     }
 
-    /// Enqueues the memset of a pending zero-fill.
-    pub fn flush_zero_fill(&self, stream: &Arc<CudaStream>) -> Result<()> {
+    /// Enqueues the memset of a pending fill.
+    pub fn flush_fill(&self, stream: &Arc<CudaStream>) -> Result<()> {
         if let Some(parent) = &self.parent {
-            return parent.flush_zero_fill(stream);
+            return parent.flush_fill(stream);
         }
         // Held until the memset is enqueued, so that no other use comes before it.
-        let mut pending = lock(&self.zero_pending);
-        if !std::mem::take(&mut *pending) {
+        let mut pending = lock(&self.pending_fill);
+        let Some(word) = pending.take() else {
             return Ok(());
-        }
-        let what = "zero-filling memory";
+        };
+        let what = "filling memory";
         let memset = |stream: &CudaStream| {
-            let stream = stream.cu_stream();
-            // SAFETY: exactly the bytes of this allocation.
-            let set = unsafe { result::memset_d8_async(self.pointer, 0, self.bytes, stream) };
+            let (at, stream) = (self.pointer, stream.cu_stream());
+            let set = match word {
+                // SAFETY: exactly the bytes of this allocation.
+                0 => unsafe { result::memset_d8_async(at, 0, self.bytes, stream) },
+                // SAFETY: the words of this allocation.
+                _ => unsafe { sys::cuMemsetD32Async(at, word, self.bytes / 4, stream) }.result(),
+            };
             set.map_err(|error| Error::driver(what, error))
         };
         let writes = [self];
         let device = &self.device;
         device
-            .enqueue_zero_filled(stream, what, &[], &writes, memset)
+            .enqueue_filled(stream, what, &[], &writes, memset)
             .map(|_| ())
     }
 }

@@ -7,8 +7,9 @@ use encke_core::job::{Block, Job, Operand};
 
 use crate::abi;
 use crate::allocation::DeviceAllocation;
-use crate::device::{Device, lock};
+use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::tensor_map::common_divisor;
 
 /// Tables cached on the device at most.

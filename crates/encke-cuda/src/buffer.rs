@@ -69,7 +69,7 @@ impl Buffer {
     /// Enqueues what was deferred, so that memory of another library can be read by its owner.
     pub fn settle(&self) -> Result<()> {
         let memory = self.memory()?;
-        memory.flush_zero_fill(memory.device().compute())
+        memory.flush_fill(memory.device().compute())
     }
 
     /// Refuses a type other than the kernel's.

@@ -1,9 +1,13 @@
 //! All programs of this crate, so that they can be compiled without a GPU.
 
+use std::collections::HashSet;
+
 use encke_core::DType;
 
 use crate::generated_rows;
-use crate::launch::{cells, copy, hopper_backward_variants, hopper_forward, mma, plain};
+use crate::launch::{
+    cells, copy, hopper_backward_variants, hopper_forward, mma, plain, split_tilings,
+};
 use crate::program::Program;
 
 /// Compute capabilities for programs that run on any GPU: Ampere, Ada, Hopper, Blackwell.
@@ -32,6 +36,7 @@ pub fn programs() -> Vec<(Program, (i32, i32))> {
         }
     }
     all.extend(mma::programs());
+    all.extend(split_tilings::programs());
     let hopper = hopper_forward::programs().into_iter();
     let hopper = hopper.chain(hopper_backward_variants::programs());
     all.extend(hopper.map(|program| (program, (9, 0))));
@@ -39,4 +44,49 @@ pub fn programs() -> Vec<(Program, (i32, i32))> {
         all.push((plain::program(DType::F32, 64, true), capability));
     }
     all
+}
+
+/// The programs that bring something new to those before them: a macro of their kernel that had
+/// another value so far, or an architecture. Together they have every value and every text.
+pub fn covering(programs: Vec<(Program, (i32, i32))>) -> Vec<(Program, (i32, i32))> {
+    let mut seen = HashSet::new();
+    let mut brings_new = |(program, capability): &(Program, (i32, i32))| {
+        let mut parts = program.options();
+        parts.push(program.architecture(*capability));
+        let new = parts
+            .into_iter()
+            .map(|part| seen.insert((program.name, part)));
+        new.fold(false, |any, new| any | new)
+    };
+    let mut programs = programs;
+    programs.retain(|program| brings_new(program));
+    programs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_value_of_every_macro_is_covered_by_fewer_programs() {
+        let values = |programs: &[(Program, (i32, i32))]| -> HashSet<(&'static str, String)> {
+            let of = |(program, _): &(Program, (i32, i32))| {
+                let options = program.options().into_iter();
+                let name = program.name;
+                options
+                    .map(move |option| (name, option))
+                    .collect::<Vec<_>>()
+            };
+            programs.iter().flat_map(of).collect()
+        };
+        let all = programs();
+        let some = covering(programs());
+        assert_eq!(values(&some), values(&all));
+        assert!(
+            2 * some.len() < all.len(),
+            "{} of {}",
+            some.len(),
+            all.len()
+        );
+    }
 }

@@ -10,13 +10,14 @@
 //! order is enough, nothing is recorded or waited for, and a CUDA graph can capture the call.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, DriverError, result, sys};
 
 use crate::allocation::DeviceAllocation;
 use crate::error::{Error, Result};
 use crate::hops::{Hops, StagingLane};
+use crate::lock::lock;
 use crate::program::Program;
 use crate::shared_device::SharedDevice;
 
@@ -69,11 +70,6 @@ pub struct Device {
     deferred: OnceLock<Weak<dyn Deferred>>,
     pinned_hops: AtomicBool,
     staging_lanes: Mutex<Vec<Arc<Mutex<StagingLane>>>>,
-}
-
-/// Locks, also after another thread panicked while it held the lock.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Device {
@@ -415,13 +411,13 @@ impl Device {
         self.flush(FlushReason::BeforeUse(reads))?;
         self.flush(FlushReason::BeforeUse(writes))?;
         for memory in reads.iter().chain(writes) {
-            memory.flush_zero_fill(stream)?;
+            memory.flush_fill(stream)?;
         }
-        self.enqueue_zero_filled(stream, what, reads, writes, work)
+        self.enqueue_filled(stream, what, reads, writes, work)
     }
 
-    /// The same where no zero-fill of `reads` and `writes` is pending.
-    pub(crate) fn enqueue_zero_filled(
+    /// The same where no fill of `reads` and `writes` is pending.
+    pub(crate) fn enqueue_filled(
         &self,
         stream: &Arc<CudaStream>,
         what: &str,

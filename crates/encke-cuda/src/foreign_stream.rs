@@ -14,10 +14,11 @@ use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
 
 use crate::allocation::ForeignAccess;
 use crate::buffer::Buffer;
-use crate::device::{Device, lock};
+use crate::device::Device;
 use crate::device_view::DeviceView;
 use crate::error::{Error, Result};
 use crate::last_uses::LastUses;
+use crate::lock::lock;
 
 /// A call on behalf of another library's stream. Dropping it ends the call.
 pub struct ForeignStream {

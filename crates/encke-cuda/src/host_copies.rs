@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use cudarc::driver::{CudaStream, DriverError, sys};
 
 use crate::allocation::DeviceAllocation;
-use crate::device::lock;
 use crate::error::{Error, Result};
 use crate::hops::StagingLane;
 use crate::host_memory::HostMemory;
+use crate::lock::lock;
 
 /// Bytes of a staging slot: enough that a copy reaches the bandwidth of the link.
 const SLOT_BYTES: usize = 4 << 20;

@@ -19,11 +19,15 @@ use encke_core::{DType, Data, Tensor, View};
 use crate::allocation::DeviceAllocation;
 use crate::arguments::TableCache;
 use crate::buffer::Buffer;
-use crate::device::{ATTENTION_STREAMS, Device, lock};
+use crate::device::{ATTENTION_STREAMS, Device};
 use crate::error::{Error, NAME};
 use crate::hops::Hops;
 use crate::launch::chain_queue::ChainQueue;
-use crate::launch::{LaunchContext, cells, copy, hopper_backward, hopper_forward, mma, plain};
+use crate::launch::split_tilings::SplitPlan;
+use crate::launch::{
+    LaunchContext, cells, copy, hopper_backward, hopper_forward, mma, plain, split,
+};
+use crate::lock::lock;
 use crate::operands::{BackwardOperands, DeviceInputs};
 
 /// Which family of kernels computes attention.
@@ -79,7 +83,7 @@ impl CudaKernel {
         counters.iter().for_each(DeviceAllocation::zero_fill);
         let of_streams = DeviceAllocation::new(&device, 8 * STREAMS)?;
         of_streams.zero_fill();
-        of_streams.flush_zero_fill(device.compute())?;
+        of_streams.flush_fill(device.compute())?;
         device.synchronize()?;
         Ok(CudaKernel {
             queue: ChainQueue::new(LaunchContext {
@@ -199,6 +203,20 @@ impl CudaKernel {
         family.is_ok_and(|family| family == Path::Hopper) && hopper_backward::covers(job, elements)
     }
 
+    /// How the forward pass splits the keys of a job: few queries leave most of the GPU idle
+    /// otherwise. None if it does not.
+    fn split_plan(&self, job: &Job, dtype: DType) -> Option<SplitPlan> {
+        let device = &self.context().device;
+        match self.path {
+            Path::Auto => {
+                let on_hopper = hopper_forward::supports(device, job, dtype);
+                split::plan(device, job, dtype, on_hopper)
+            }
+            Path::Mma => split::plan(device, job, dtype, false),
+            Path::Hopper | Path::Plain => None,
+        }
+    }
+
     fn attention(
         &self,
         job: &Job,
@@ -206,6 +224,9 @@ impl CudaKernel {
         state: SoftmaxState<'_, Buffer>,
     ) -> crate::Result<()> {
         let dtype = inputs.dtype();
+        if let Some(plan) = self.split_plan(job, dtype) {
+            return split::forward(self.context(), job, &plan, inputs, state);
+        }
         let on_hopper = hopper_forward::supports(&self.context().device, job, dtype);
         match self.family(job, dtype, on_hopper)? {
             Path::Hopper => self.queue.forward(job, inputs, state),
@@ -355,7 +376,11 @@ impl Kernel for CudaKernel {
 
     fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {
         match pass {
-            Pass::Forward => 0, // tiles live in shared memory and registers
+            // Tiles live in shared memory and registers, but for the states of splits.
+            Pass::Forward => {
+                let plan = self.split_plan(job, dtype);
+                plan.map_or(0, |plan| plan.workspace_bytes(job.value_dim))
+            }
             Pass::Backward { .. } => {
                 hopper_backward::workspace_bytes(&self.context().device, job, dtype)
             }

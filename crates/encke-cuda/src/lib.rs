@@ -23,6 +23,7 @@ mod kernel;
 mod last_uses;
 mod launch;
 mod library;
+mod lock;
 mod masked_job;
 mod messages;
 mod nccl;
@@ -38,7 +39,7 @@ mod wgmma;
 
 pub use buffer::Buffer;
 pub use cache::Cache;
-pub use catalogue::programs;
+pub use catalogue::{covering, programs};
 pub use device::{Device, Instant};
 pub use device_view::DeviceView;
 pub use error::{Error, Result};

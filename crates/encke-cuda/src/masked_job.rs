@@ -89,6 +89,14 @@ impl JobArgument {
         }
     }
 
+    /// The job without its mask.
+    pub fn job(&self) -> &JobParams {
+        match self {
+            JobArgument::Plain(argument, _) => &argument.value,
+            JobArgument::Masked(argument) => &argument.value.job,
+        }
+    }
+
     /// The tables, which the launch reads.
     pub fn tables(&self) -> Vec<&DeviceAllocation> {
         match self {
@@ -212,6 +220,18 @@ fn tile_list(pieces: &[PieceRows], rows: TileRows, size: usize) -> Vec<i64> {
     }
     all.sort_by_key(|(_, streamed)| Reverse(*streamed));
     all.into_iter().map(|(entry, _)| entry).collect()
+}
+
+/// The tiles of `size` queries of a job, in one (batch entry, segment, head): their number, and the
+/// most keys that one of them streams.
+pub(crate) fn query_tiles(job: &Job, size: usize) -> (usize, usize) {
+    let pieces = pieces(job);
+    let tiles = pieces
+        .iter()
+        .flat_map(|of| of.tiles(TileRows::Queries, size));
+    tiles.fold((0, 0), |(count, most), (_, keys)| {
+        (count + 1, most.max(keys))
+    })
 }
 
 /// The pieces of a job that have keys, as a table, and their number.

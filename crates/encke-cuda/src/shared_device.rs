@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex};
 use cudarc::driver::{CudaContext, CudaFunction, DriverError, result, sys};
 
 use crate::cache::Cache;
-use crate::device::lock;
 use crate::error::{Error, Result};
 use crate::library;
+use crate::lock::lock;
 use crate::nvrtc::Nvrtc;
 use crate::program::Program;
 

@@ -50,7 +50,7 @@ pub(crate) fn common_divisor(values: &[usize]) -> usize {
     fn gcd(a: usize, b: usize) -> usize {
         if b == 0 { a } else { gcd(b, a % b) }
     }
-    values.iter().fold(0, |common, &value| gcd(common, value))
+    values.iter().fold(0, |common, &value| gcd(value, common))
 }
 
 /// Extents and strides of the outer dimensions: rows, heads, segments, batch entries.

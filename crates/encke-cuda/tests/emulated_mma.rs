@@ -67,6 +67,31 @@ const QUERY_VARIANTS: [EmulatedVariant; 5] = [
     variant(BACKWARD, "T_F16", [48, 4, 1, 32, 1], EVERYTHING, 6),
 ];
 
+/// KEY_WARPS and STAGES: few queries, many keys.
+const SPLIT: &[&str] = &["-DKEY_WARPS=4", "-DSTAGES=3"];
+const SPLIT_IN_TWO: &[&str] = &["-DKEY_WARPS=2", "-DSTAGES=2"];
+const SPLIT_ROWS: &[&str] = &["-DKEY_WARPS=1", "-DSTAGES=3", "-DMASKED=1"];
+const MASKED_SPLIT: &[&str] = &["-DKEY_WARPS=4", "-DSTAGES=3", "-DMASKED=1", "-DVD=32"];
+const EVERYTHING_SPLIT: &[&str] = &[
+    "-DKEY_WARPS=2",
+    "-DSTAGES=3",
+    "-DMASKED=1",
+    "-DVD=64",
+    "-DSOFTCAP=1",
+    "-DSLOPES=1",
+];
+const SPLIT_VARIANTS: [EmulatedVariant; 8] = [
+    variant(FORWARD, "T_BF16", [128, 4, 1, 64, 1], SPLIT, 6),
+    variant(FORWARD, "T_F16", [48, 8, 2, 64, 1], SPLIT, 6),
+    variant(FORWARD, "T_F16", [96, 4, 2, 32, 0], SPLIT_IN_TWO, 6),
+    variant(FORWARD, "T_BF16", [256, 4, 1, 32, 1], SPLIT_ROWS, 4),
+    // Among the jobs of this seed, the fifth, is one key with a score of -inf and infinite values.
+    variant(FORWARD, "T_BF16", [128, 8, 1, 64, 1], SPLIT, 8),
+    variant(FORWARD, "T_BF16", [64, 4, 1, 64, 1], MASKED_SPLIT, 10),
+    variant(FORWARD, "T_F16", [48, 8, 2, 32, 1], EVERYTHING_SPLIT, 10),
+    variant(FORWARD, "T_F16", [80, 4, 1, 32, 0], EVERYTHING_SPLIT, 8),
+];
+
 const fn variant(
     test: &'static str,
     dtype: &'static str,
@@ -136,6 +161,11 @@ fn run(variants: &[EmulatedVariant]) {
 #[test]
 fn forward_matches_the_reference_on_the_cpu_model() {
     run(&FORWARD_VARIANTS);
+}
+
+#[test]
+fn forward_with_split_keys_matches_the_reference_on_the_cpu_model() {
+    run(&SPLIT_VARIANTS);
 }
 
 #[test]

@@ -1,5 +1,6 @@
-//! Files that appear complete or not at all: a temporary file beside the target, renamed at the
-//! end.
+//! Files that appear complete or not at all: a temporary file in the folder of the target, renamed
+//! at the end. Where the system can, it has no name until then, so that not even SIGKILL leaves it
+//! behind.
 //!
 //! The decision here: a link is followed, and the file it leads to is replaced, with its mode. What
 //! cannot be replaced by a rename (a pipe, a device, an open file by its number) is refused.
@@ -11,6 +12,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsE
 use std::path::{Path, PathBuf};
 
 use crate::read::require_regular;
+use crate::system;
 use crate::temporaries::Temporary;
 
 /// Links from one path to the next, as many as Linux follows.
@@ -20,7 +22,8 @@ const MOST_LINKS: usize = 40;
 #[derive(Debug)]
 pub struct AtomicFile {
     file: File,
-    temporary: Temporary,
+    /// Its name, if it has one.
+    temporary: Option<Temporary>,
     target: PathBuf,
 }
 
@@ -57,6 +60,18 @@ impl AtomicFile {
     }
 
     fn create_with(target: PathBuf, mode: u32) -> io::Result<AtomicFile> {
+        // What cannot be written gets its error from the file with a name.
+        match system::unnamed_file(folder(&target), mode) {
+            Ok(file) => Ok(AtomicFile {
+                file,
+                temporary: None,
+                target,
+            }),
+            Err(_) => AtomicFile::create_named(target, mode),
+        }
+    }
+
+    fn create_named(target: PathBuf, mode: u32) -> io::Result<AtomicFile> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true);
         #[cfg(unix)]
@@ -66,7 +81,7 @@ impl AtomicFile {
         let (temporary, file) = Temporary::create(folder(&target), |path| options.open(path))?;
         Ok(AtomicFile {
             file,
-            temporary,
+            temporary: Some(temporary),
             target,
         })
     }
@@ -80,7 +95,7 @@ impl AtomicFile {
         let (temporary, file) = Temporary::register(temporary.to_path_buf(), open)?;
         Ok(AtomicFile {
             file,
-            temporary,
+            temporary: Some(temporary),
             target: follow_links(target)?,
         })
     }
@@ -107,9 +122,16 @@ impl AtomicFile {
         &self.file
     }
 
-    /// Its path until it is kept.
-    pub fn temporary(&self) -> &Path {
-        self.temporary.path()
+    /// Its path until it is kept, for other processes that write to it.
+    pub fn temporary(&mut self) -> io::Result<&Path> {
+        let temporary = match self.temporary.take() {
+            Some(temporary) => temporary,
+            None => {
+                let link = |path: &Path| system::link(&self.file, path);
+                Temporary::create(folder(&self.target), link)?.0
+            }
+        };
+        Ok(self.temporary.insert(temporary).path())
     }
 
     /// The folder that it will be in.
@@ -118,15 +140,24 @@ impl AtomicFile {
     }
 
     /// Renames the file to its target.
-    pub fn keep(self) -> io::Result<()> {
-        match fs::rename(self.temporary.path(), &self.target) {
+    pub fn keep(mut self) -> io::Result<()> {
+        // A new file gets its name in one step.
+        if self.temporary.is_none() && system::link(&self.file, &self.target).is_ok() {
+            return Ok(());
+        }
+        let target = self.target.clone();
+        let renamed = self
+            .temporary()
+            .and_then(|temporary| fs::rename(temporary, target));
+        match renamed {
             #[cfg(unix)]
-            Err(error) if error.kind() == io::ErrorKind::NotFound => self.keep_removed(error),
+            Err(error) => self.keep_removed(error),
             ended => ended,
         }
     }
 
-    /// Keeps a file that another process of the job has renamed, or removed when it was killed.
+    /// Keeps a file that another process of the job has renamed, or removed when it was killed, and
+    /// one that the system does not give a name.
     #[cfg(unix)]
     fn keep_removed(mut self, error: io::Error) -> io::Result<()> {
         let id = |found: fs::Metadata| (found.dev(), found.ino());
@@ -137,10 +168,12 @@ impl AtomicFile {
         if own.nlink() > 0 {
             return Err(error);
         }
-        let copy = AtomicFile::create(&self.target)?;
+        let mut copy = AtomicFile::create_named(self.target.clone(), own.mode() & 0o777)?;
+        copy.take_over(&own, own.mode() & 0o777)?;
         io::Seek::rewind(&mut self.file)?;
         io::copy(&mut self.file, &mut &copy.file)?;
-        fs::rename(copy.temporary.path(), &copy.target)
+        let target = copy.target.clone();
+        fs::rename(copy.temporary()?, target)
     }
 }
 
@@ -176,4 +209,34 @@ fn follow_links(path: &Path) -> io::Result<PathBuf> {
         target = folder(&target).join(next);
     }
     refused("its links lead in a circle")
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    /// As on a file system that has files without a name, and gives them none.
+    #[test]
+    fn a_file_that_cannot_be_named_is_copied() {
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("x");
+        for _ in 0..2 {
+            let unnamable = libc::O_TMPFILE | libc::O_EXCL;
+            let mut options = OpenOptions::new();
+            options.read(true).write(true).mode(0o604);
+            let mut file = options.custom_flags(unnamable).open(folder.path()).unwrap();
+            file.write_all(b"contents").unwrap();
+            let written = AtomicFile {
+                file,
+                temporary: None,
+                target: target.clone(),
+            };
+            written.keep().unwrap();
+            assert_eq!(fs::read(&target).unwrap(), b"contents");
+            assert_eq!(fs::metadata(&target).unwrap().mode() & 0o777, 0o604);
+            assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        }
+    }
 }

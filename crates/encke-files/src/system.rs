@@ -2,11 +2,14 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int};
+use std::fs::File;
+use std::io;
 use std::mem::MaybeUninit;
+use std::path::Path;
 use std::ptr;
 use std::sync::Once;
-use std::sync::atomic::AtomicPtr;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicPtr};
 
 use crate::temporaries::remove_all;
 
@@ -43,6 +46,27 @@ const FAULTS: [c_int; 2] = [libc::SIGBUS, libc::SIGSEGV];
 
 /// What the standard library does at a fault.
 static BEFORE: [AtomicPtr<libc::sigaction>; 2] = [const { AtomicPtr::new(ptr::null_mut()) }; 2];
+
+/// How a process ends after an invalid memory access, if not by the signal.
+struct FaultReport {
+    line: String,
+    grace_s: u32,
+}
+
+/// What [`exit_on_invalid_access`] stored.
+static REPORT: AtomicPtr<FaultReport> = AtomicPtr::new(ptr::null_mut());
+/// Whether a thread has printed the line.
+static REPORTED: AtomicBool = AtomicBool::new(false);
+
+/// From now on an invalid memory access removes the temporary files, prints a line, and ends this
+/// process with exit code 2 some seconds later: for libraries that crash where they should return
+/// an error. Takes effect after [`remove_temporaries_on_signals`].
+pub fn exit_on_invalid_access(line: &str, grace_s: u32) {
+    let line = format!("{line}\n");
+    // Kept for the life of the process, as the handler may read it at any time.
+    let report = Box::into_raw(Box::new(FaultReport { line, grace_s }));
+    REPORT.store(report, SeqCst);
+}
 
 /// From now on a signal that ends this process removes its temporary files first. A signal that is
 /// ignored (as under `nohup`) stays so, and an interrupt that is handled already (as by Python).
@@ -95,9 +119,19 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, _: *mut libc::
     }
     remove_all();
     if signal == libc::SIGBUS {
-        let line = b"encke: a file became shorter or unreadable while it was being read\n";
-        // SAFETY: `write` is allowed in a signal handler, and the bytes are static.
-        unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
+        write_line("encke: a file became shorter or unreadable while it was being read\n");
+    }
+    // SAFETY: the pointer is null, or to a value that is never freed.
+    let report = unsafe { REPORT.load(SeqCst).as_ref() };
+    if let (libc::SIGSEGV, Some(report)) = (signal, report) {
+        if !REPORTED.swap(true, SeqCst) {
+            write_line(&report.line);
+        }
+        // SAFETY: both calls are allowed in a signal handler.
+        unsafe {
+            libc::sleep(report.grace_s);
+            libc::_exit(2);
+        }
     }
     for (fault, before) in FAULTS.into_iter().zip(&BEFORE) {
         if fault == signal {
@@ -106,6 +140,12 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, _: *mut libc::
             unsafe { libc::sigaction(signal, before.load(SeqCst), ptr::null_mut()) };
         }
     }
+}
+
+/// Writes to standard error, from a signal handler.
+fn write_line(line: &str) {
+    // SAFETY: `write` is allowed in a signal handler, and the bytes are valid during the call.
+    unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
 }
 
 fn action_of(signal: c_int) -> libc::sigaction {
@@ -174,4 +214,48 @@ pub(crate) fn process_id() -> u32 {
 pub(crate) fn unlink(path: *const c_char) {
     // SAFETY: the caller passes a string of `CString::into_raw`, which is never freed.
     unsafe { libc::unlink(path) };
+}
+
+/// A file in a folder that has no name: it is gone with the last process that has it open. An error
+/// where the file system has no such files, or [`link`] would not find it.
+#[cfg(target_os = "linux")]
+pub(crate) fn unnamed_file(folder: &Path, mode: u32) -> io::Result<File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let mut options = std::fs::OpenOptions::new();
+    options.read(true).write(true);
+    options.mode(mode).custom_flags(libc::O_TMPFILE);
+    let file = options.open(folder)?;
+    std::fs::metadata(descriptor_path(&file))?;
+    Ok(file)
+}
+
+/// Gives an unnamed file a name, which no other file has.
+#[cfg(target_os = "linux")]
+pub(crate) fn link(file: &File, path: &Path) -> io::Result<()> {
+    use std::ffi::CString;
+    use std::os::unix::ffi::OsStrExt;
+    let from = CString::new(descriptor_path(file))?;
+    let to = CString::new(path.as_os_str().as_bytes())?;
+    let (here, follow) = (libc::AT_FDCWD, libc::AT_SYMLINK_FOLLOW);
+    // SAFETY: both strings end with a zero byte and outlive the call.
+    match unsafe { libc::linkat(here, from.as_ptr(), here, to.as_ptr(), follow) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The path by which this process can name a file that it has open.
+#[cfg(target_os = "linux")]
+fn descriptor_path(file: &File) -> String {
+    format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(file))
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn unnamed_file(_: &Path, _: u32) -> io::Result<File> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn link(_: &File, _: &Path) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
 }

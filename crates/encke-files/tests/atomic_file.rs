@@ -3,6 +3,8 @@
 
 use std::fs;
 use std::io::Write;
+#[cfg(target_os = "linux")]
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use encke_files::AtomicFile;
@@ -34,13 +36,35 @@ fn a_dropped_file_leaves_nothing_and_a_kept_one_only_itself() {
     assert_eq!(fs::read(&target).unwrap(), b"contents");
 }
 
+/// As after SIGKILL: nothing of this process runs, the system closes the file.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_file_that_is_neither_kept_nor_dropped_has_no_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("x");
+    std::mem::forget(created(&target));
+    std::mem::forget(AtomicFile::create_private(&target).unwrap());
+    assert!(names(folder.path()).is_empty());
+    // Also where it replaces another one, whose mode it then gets.
+    fs::write(&target, b"before").unwrap();
+    fs::set_permissions(&target, PermissionsExt::from_mode(0o640)).unwrap();
+    std::mem::forget(created(&target));
+    assert_eq!(names(folder.path()), ["x"]);
+    assert_eq!(fs::read(&target).unwrap(), b"before");
+    created(&target).keep().unwrap();
+    assert_eq!(names(folder.path()), ["x"]);
+    assert_eq!(fs::read(&target).unwrap(), b"contents");
+    let mode = fs::metadata(&target).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o640);
+}
+
 #[test]
 fn a_joined_file_is_kept_by_either_process() {
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("x");
     for creator_keeps in [true, false] {
-        let creator = created(&target);
-        let other = AtomicFile::join(creator.temporary(), &target).unwrap();
+        let mut creator = created(&target);
+        let other = AtomicFile::join(creator.temporary().unwrap(), &target).unwrap();
         let (first, second) = match creator_keeps {
             true => (creator, other),
             false => (other, creator),
@@ -59,8 +83,8 @@ fn a_joined_file_is_kept_by_either_process() {
 fn a_file_that_a_killed_process_removed_is_kept_by_a_survivor() {
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("x");
-    let killed = created(&target);
-    let survivor = AtomicFile::join(killed.temporary(), &target).unwrap();
+    let mut killed = created(&target);
+    let survivor = AtomicFile::join(killed.temporary().unwrap(), &target).unwrap();
     drop(killed);
     assert!(names(folder.path()).is_empty());
     survivor.keep().unwrap();

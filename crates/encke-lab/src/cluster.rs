@@ -84,6 +84,12 @@ pub fn run<C>(
         std::thread::sleep(GRACE);
         encke_mpi::exit_at_once(2);
     };
+    // Open MPI calls a null pointer when it learns of a death before a communicator is complete.
+    let crashed = format!(
+        "{name}: rank {rank} of {ranks}: it crashed, in MPI or in {name} (an invalid memory \
+         access); Open MPI does so when another process dies while MPI starts"
+    );
+    encke_files::exit_on_invalid_access(&crashed, GRACE.as_secs() as u32);
     let start = deadline.unwrap_or(START).max(LEAST_START);
     let started = MpiWorld::start(start, deadline.unwrap_or(DEADLINE), hung);
     let (world, wire) = match started {

@@ -29,6 +29,7 @@ pub mod program;
 #[cfg(feature = "mpi")]
 pub mod rank_kernel;
 pub mod report;
+pub mod ring_memory;
 pub mod row_check;
 pub mod scale;
 pub mod schedules;

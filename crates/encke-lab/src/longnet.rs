@@ -24,7 +24,7 @@ pub fn branches(tokens: usize, segment: usize, growth: usize) -> (Vec<usize>, Ve
     (segments, rates)
 }
 
-/// The causal pattern with these branches.
+/// The causal pattern with these branches, without another mask.
 pub fn pattern(segment_lengths: &[usize], dilation_rates: &[usize]) -> Result<Pattern> {
     Ok(Pattern::dilated(segment_lengths, dilation_rates, MODE)?.causal(true))
 }

@@ -186,15 +186,16 @@ impl OutputFile {
         if found != length {
             bail!(
                 "{} has {found} bytes instead of {length}; use one file system",
-                self.written.temporary().display()
+                self.path.display()
             );
         }
         Ok(tensor_files(file, entries, starts))
     }
 
     /// The path of the temporary file, for other processes that write to it.
-    pub fn temporary(&self) -> &Path {
-        self.written.temporary()
+    pub fn temporary(&mut self) -> Result<&Path> {
+        let shown = || format!("cannot write {}", self.path.display());
+        self.written.temporary().with_context(shown)
     }
 }
 

@@ -140,7 +140,12 @@ fn usage_error(error: &clap::Error, program: &clap::Command) -> anyhow::Error {
     anyhow!("{}; see {help}", paragraphs.join("; "))
 }
 
-/// An error with its causes, in one line; a cause whose text is contained already is left out.
+/// The most characters of an error: it begins with what is wrong and ends with what to do, and an
+/// option's value may be anything in between.
+const MOST_CHARACTERS: usize = 2000;
+
+/// An error with its causes, in one line of bounded length; a cause whose text is contained already
+/// is left out.
 pub(crate) fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain().map(|cause| joined(&cause.to_string())) {
@@ -149,7 +154,18 @@ pub(crate) fn one_line(error: &anyhow::Error) -> String {
             line += &format!("{colon}{cause}");
         }
     }
-    line
+    shortened(line)
+}
+
+/// A line without its middle, if it is longer than [`MOST_CHARACTERS`].
+fn shortened(line: String) -> String {
+    let count = line.chars().count();
+    let Some(left_out) = count.checked_sub(MOST_CHARACTERS).filter(|more| *more > 0) else {
+        return line;
+    };
+    let head: String = line.chars().take(MOST_CHARACTERS / 2).collect();
+    let tail: String = line.chars().skip(count - MOST_CHARACTERS / 2).collect();
+    format!("{head} ... ({left_out} characters left out) ... {tail}")
 }
 
 /// A text without line breaks or indentation.

@@ -34,20 +34,25 @@ pub struct RowCheck {
 /// The largest allowed errors of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RowTolerance {
-    /// Of an element of out: values reach sqrt(3), the sum errs by 16 roundings, and is rounded
-    /// once.
+    /// Of an element of out: values reach sqrt(3), the sum errs by 16 roundings, or by more where
+    /// scores are sums of many terms, and is rounded once.
     pub out: f64,
-    /// Of an lse: 32 roundings, relative to a size of 10.
+    /// Of an lse: twice as many roundings, relative to a size of 10.
     pub lse: f64,
 }
 
+/// The head dimension from which on more roundings are allowed: the rounding of a score grows with
+/// the root of the number of its terms.
+const LONG_SUM: usize = 1024;
+
 impl RowTolerance {
-    /// For inputs of this type.
-    pub fn of(dtype: DType) -> RowTolerance {
+    /// For inputs of this type and head dimension.
+    pub fn of(dtype: DType, dim: usize) -> RowTolerance {
         let sum = dtype.sum().epsilon();
+        let roundings = 16.0 * (dim.max(LONG_SUM) as f64 / LONG_SUM as f64).sqrt();
         RowTolerance {
-            out: (dtype.epsilon() + 16.0 * sum) * 3f64.sqrt(),
-            lse: 32.0 * sum * 10.0,
+            out: (dtype.epsilon() + roundings * sum) * 3f64.sqrt(),
+            lse: 2.0 * roundings * sum * 10.0,
         }
     }
 }
@@ -143,7 +148,7 @@ impl RowCheck {
         };
         let out = pairs.fold(0.0, |most, (x, y)| worse(most, (x - y).abs()));
         let lse = worse(0.0, (expected.lse - row.lse).abs());
-        let tolerance = RowTolerance::of(request.dtype);
+        let tolerance = RowTolerance::of(request.dtype, shape.dim);
         Ok(RowCheck {
             rows: 1,
             keys,

@@ -26,6 +26,13 @@ pub(crate) fn input_bytes(shape: &Shape, dtype: DType, rows: usize) -> usize {
     shape.batch * rows * (shape.heads + shape.kv_heads) * widths * dtype.bytes()
 }
 
+/// Refuses sizes at which a kernel and small rings are measured, if this machine has no memory for
+/// them: their tensors, made in f64, and as much for what the rings hold.
+pub fn check_measured(shape: &Shape) -> Result<()> {
+    let tensors = input_bytes(shape, DType::F64, shape.tokens);
+    check_memory("the tensors of the measurement", 2 * tensors)
+}
+
 impl RandomTensors {
     /// Elements uniform in −1 … 1; the same for the same seed, on any machine.
     pub fn new(shape: &Shape, dtype: DType, seed: u64) -> Result<RandomTensors> {

@@ -68,7 +68,8 @@ impl TrainingConfig {
         let (pattern, sizes) = (self.pattern()?, self.sizes);
         let shape = Shape::new(1, self.tokens, sizes.heads, sizes.kv_heads, sizes.head_dim);
         let shape = shape.map_err(encke::Error::from)?;
-        let sharding = TileGrid::new(&pattern, &shape, tile).contiguous(ranks);
+        let grid = TileGrid::new(&pattern, &shape, tile);
+        let sharding = grid.and_then(|grid| grid.contiguous(ranks));
         let sharding = sharding.map_err(encke::Error::from)?;
         let whole = |first: &usize| first.is_multiple_of(tile) || *first == self.tokens;
         match sharding.cut() {

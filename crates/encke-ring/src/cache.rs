@@ -2,7 +2,8 @@
 //! memory of dropped outputs.
 //!
 //! All of it is bounded: the least recently used entry is dropped first. Keys are whole requests,
-//! compared field by field, so a cached plan never serves a request that differs in anything.
+//! compared field by field, so a cached plan never serves a request that differs in anything but
+//! the seed of its dropout, on which nothing in a plan depends.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -172,7 +173,8 @@ impl<K: Kernel> RingCache<K> {
     pub fn plan(&self, request: &Request) -> encke_core::Result<Arc<Plan>> {
         let mut entries = self.entries();
         let CacheEntries { plans, stats, .. } = &mut *entries;
-        let plan = match plans.take(|key| key == request) {
+        let key = request.clone().with_seed(0);
+        let mut plan = match plans.take(|of| *of == key) {
             Some(plan) => {
                 stats.plan_hits += 1;
                 plan
@@ -183,17 +185,26 @@ impl<K: Kernel> RingCache<K> {
                 plan
             }
         };
-        plans.put(request.clone(), Arc::clone(&plan));
+        if let Some(dropout) = request.dropout
+            && plan.request().dropout != request.dropout
+        {
+            plan = Arc::new(plan.with_seed(dropout.seed()));
+        }
+        plans.put(key, Arc::clone(&plan));
         Ok(plan)
     }
 
-    /// Idle ranks of an earlier call with this plan, with their buffers.
+    /// Idle ranks of an earlier call with this plan, with their buffers, and with its seed.
     pub fn take_ranks(&self, plan: &Arc<Plan>) -> Option<Vec<Rank<K>>> {
         let mut entries = self.entries();
-        let ranks = entries.ranks.take(|key| Arc::ptr_eq(key, plan));
+        let mut ranks = entries.ranks.take(|key| key.differs_in_seed_alone(plan));
         match ranks {
             Some(_) => entries.stats.buffer_hits += 1,
             None => entries.stats.buffer_misses += 1,
+        }
+        if let Some(dropout) = plan.request().dropout {
+            let ranks = ranks.iter_mut().flatten();
+            ranks.for_each(|rank| rank.set_seed(dropout.seed()));
         }
         ranks
     }

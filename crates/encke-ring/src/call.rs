@@ -14,6 +14,7 @@ use encke_core::{DType, Error};
 
 use crate::error::{RankError, RingError};
 use crate::rank::{BorrowedInputs, Rank};
+use crate::sequence::RowPositions;
 use crate::shard_call::ShardInput;
 use crate::sharded::{Sharded, all_rows};
 use crate::trace::{Activity, Recorder};
@@ -107,6 +108,16 @@ pub struct CallRows {
     pub queries: usize,
     /// Rows of k, v and their gradients.
     pub keys: usize,
+}
+
+impl From<usize> for CallRows {
+    /// A query for each of these keys.
+    fn from(tokens: usize) -> CallRows {
+        CallRows {
+            queries: tokens,
+            keys: tokens,
+        }
+    }
 }
 
 impl CallRows {
@@ -204,21 +215,25 @@ pub fn check_rows(
     Ok(())
 }
 
+/// The positions of the rows of a tensor of a call.
+pub(crate) fn positions_of(role: Role, request: &Request) -> Result<RowPositions, Error> {
+    let tokens = request.shape.tokens;
+    match role {
+        Role::K | Role::V | Role::Dk | Role::Dv => Ok(RowPositions::all(tokens)),
+        _ => {
+            let positions = request.positions();
+            RowPositions::queries(tokens, positions.start, positions.len())
+        }
+    }
+}
+
 /// Refuses sharded tensors that are missing, or whose shape or sharding is not the plan's.
 /// Replicated queries have no shards.
 fn check_shards(plan: &Plan, given: &[(Role, &Sharded)]) -> Result<(), RingError> {
-    let Request {
-        sharding,
-        queries,
-        shape,
-        ..
-    } = plan.request();
-    if *queries == Queries::Replicated && plan.ranks() > 1 {
+    let request = plan.request();
+    let sharding = &request.sharding;
+    if request.queries == Queries::Replicated && plan.ranks() > 1 {
         return Err(RingError::ReplicatedShards);
-    }
-    if shape.queries != shape.tokens {
-        let (queries, tokens) = (shape.queries, shape.tokens);
-        return Err(Error::FewerQueries { queries, tokens }.into());
     }
     for (role, tensor, expected) in inputs(plan) {
         let sharded = find(given, role)?;
@@ -228,6 +243,14 @@ fn check_shards(plan: &Plan, given: &[(Role, &Sharded)]) -> Result<(), RingError
                 tensor,
                 got: sharded.sharding().clone(),
                 expected: sharding.clone(),
+            });
+        }
+        let expected = positions_of(role, request)?;
+        if *sharded.positions() != expected {
+            return Err(RingError::Positions {
+                tensor,
+                got: sharded.positions().clone(),
+                expected,
             });
         }
     }

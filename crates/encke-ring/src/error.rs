@@ -6,6 +6,8 @@ use encke_core::kernel::KernelError;
 use encke_core::sharding::Sharding;
 use encke_core::transport::TransportError;
 
+use crate::sequence::RowPositions;
+
 /// How one rank failed.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum RankError {
@@ -105,6 +107,19 @@ pub enum RingError {
         got: Sharding,
         /// The ring's sharding.
         expected: Sharding,
+    },
+    /// The queries of a tensor in shards stand at other positions than those of the call.
+    #[error(
+        "{tensor} has its rows {got}, the call {expected}; shard queries with the offset and the \
+         number of keys of the call"
+    )]
+    Positions {
+        /// The tensor's name.
+        tensor: &'static str,
+        /// The tensor's positions.
+        got: RowPositions,
+        /// The positions of the call.
+        expected: RowPositions,
     },
     /// Replicated queries cannot be given as shards.
     #[error(

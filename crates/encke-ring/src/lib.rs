@@ -46,7 +46,7 @@ pub use memory::RankMemory;
 pub use outcome::Outcome;
 pub use rank::Rank;
 pub use resize::Resized;
-pub use sequence::{gather_sequence, split_sequence};
+pub use sequence::{RowPositions, gather_sequence, split_sequence};
 pub use shard_call::{RankReport, ShardCall, ShardInput, ShardOutput};
 pub use shard_ring::ShardRing;
 pub use sharded::Sharded;

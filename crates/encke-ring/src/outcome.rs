@@ -13,7 +13,7 @@ use encke_core::plan::Plan;
 use encke_core::plan::program::{Port, RankPlan, Role};
 use encke_core::tensor::Tensor;
 
-use crate::call::{CallRows, outputs_of};
+use crate::call::{CallRows, outputs_of, positions_of};
 use crate::error::{RankError, RingError};
 use crate::memory::RankMemory;
 use crate::rank::Rank;
@@ -130,9 +130,10 @@ impl Outcome<Sharded> {
     ) -> Result<Outcome<Sharded>, RingError> {
         let sharding = &plan.request().sharding;
         let mut tensors = Vec::new();
-        for (role, [b, n, h, d], dtype) in outputs_of(plan, CallRows::whole(plan)) {
+        for (role, [b, _, h, d], dtype) in outputs_of(plan, CallRows::whole(plan)) {
+            let positions = positions_of(role, plan.request())?;
             let shard = |shard: usize| -> Result<Tensor, RingError> {
-                let rows = sharding.rows(n, shard);
+                let rows = positions.rows(sharding, shard);
                 let mut tensor = Tensor::try_zeros(dtype, [b, rows, h, d])?;
                 // After a death, another rank holds the dead rank's shard.
                 for rank in ranks {
@@ -149,7 +150,8 @@ impl Outcome<Sharded> {
             };
             let shards = (0..sharding.ranks()).map(shard);
             let shards = shards.collect::<Result<Vec<Tensor>, RingError>>()?;
-            tensors.push((role, Sharded::from_shards(shards, sharding)?));
+            let sharded = Sharded::from_shards_at(shards, sharding, positions)?;
+            tensors.push((role, sharded));
         }
         Ok(Outcome::new(plan, ranks, tensors, events, memory))
     }

@@ -216,6 +216,11 @@ impl<K: Kernel> Rank<K> {
         self.pairs += pairs.sum::<u128>();
     }
 
+    /// Sets the seed of its next call's dropout.
+    pub fn set_seed(&mut self, seed: u64) {
+        Arc::make_mut(&mut self.plan).set_seed(seed);
+    }
+
     /// Its program.
     pub fn plan(&self) -> &RankPlan {
         &self.plan

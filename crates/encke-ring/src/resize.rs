@@ -3,10 +3,10 @@
 //! [`Resize`] has decided which rows move where; a rank runs that as any other program. Every
 //! driver of ranks makes them, gives them their old shards and collects the new ones here.
 
-use encke_core::DType;
 use encke_core::kernel::Kernel;
 use encke_core::plan::resize::{Resize, ResizeTensor};
 use encke_core::tensor::{Tensor, View};
+use encke_core::{DType, Error};
 
 use crate::call::check_dims;
 use crate::error::{RankError, RingError};
@@ -31,6 +31,11 @@ pub struct Resized {
 pub fn check_tensors(resize: &Resize, tensors: &[&Sharded]) -> Result<(), RingError> {
     for tensor in tensors {
         let tokens = tensor.dims()[1];
+        if !tensor.positions().is_all() {
+            let queries = tokens;
+            let tokens = tensor.positions().tokens();
+            return Err(Error::FewerQueries { queries, tokens }.into());
+        }
         if tensor.sharding() != resize.from() || tokens != resize.tokens() {
             return Err(RingError::Sharding {
                 tensor: "a tensor to be resized",

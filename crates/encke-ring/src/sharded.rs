@@ -12,12 +12,13 @@ use encke_core::sharding::{Run, Sharding};
 use encke_core::tensor::{Tensor, View};
 use encke_core::{DType, Error, Result};
 
-use crate::sequence::{gather_sequence, split_sequence};
+use crate::sequence::{RowPositions, gather_rows, split_rows};
 
 /// A `[b, n, h, d]` tensor in one shard for each rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sharded {
     sharding: Sharding,
+    positions: RowPositions,
     dims: [usize; 4],
     shards: Vec<Tensor>,
 }
@@ -25,12 +26,38 @@ pub struct Sharded {
 impl Sharded {
     /// Splits a tensor into shards.
     pub fn split(sequence: &View<'_>, sharding: &Sharding) -> Result<Sharded> {
-        let shards = split_sequence(sequence, sharding)?;
-        Sharded::from_shards(shards, sharding)
+        Sharded::split_at(sequence, sharding, RowPositions::all(sequence.dims()[1]))
+    }
+
+    /// Splits a tensor of queries, which has a row for each token from `first` on, of a sequence of
+    /// `tokens` tokens. A rank gets the queries at the positions of its tokens.
+    pub fn split_queries(
+        queries: &View<'_>,
+        sharding: &Sharding,
+        tokens: usize,
+        first: usize,
+    ) -> Result<Sharded> {
+        let positions = RowPositions::queries(tokens, first, queries.dims()[1])?;
+        Sharded::split_at(queries, sharding, positions)
+    }
+
+    fn split_at(tensor: &View<'_>, sharding: &Sharding, at: RowPositions) -> Result<Sharded> {
+        let shards = split_rows(tensor, sharding, &at)?;
+        Sharded::from_shards_at(shards, sharding, at)
     }
 
     /// Takes existing shards, in rank order, each `[b, rows, h, d]`.
     pub fn from_shards(shards: Vec<Tensor>, sharding: &Sharding) -> Result<Sharded> {
+        let tokens = shards.iter().map(|shard| shard.dims()[1]).sum();
+        Sharded::from_shards_at(shards, sharding, RowPositions::all(tokens))
+    }
+
+    /// The same where the rows are at these positions.
+    pub fn from_shards_at(
+        shards: Vec<Tensor>,
+        sharding: &Sharding,
+        positions: RowPositions,
+    ) -> Result<Sharded> {
         if shards.len() != sharding.ranks() {
             return Err(Error::PartitionRanks {
                 firsts: shards.len(),
@@ -38,10 +65,10 @@ impl Sharded {
             });
         }
         let ([b, _, h, d], dtype) = (shards[0].dims(), shards[0].dtype());
-        let tokens = shards.iter().map(|shard| shard.dims()[1]).sum();
-        sharding.check(tokens)?;
+        let rows = shards.iter().map(|shard| shard.dims()[1]).sum();
+        sharding.check(positions.tokens())?;
         for (rank, shard) in shards.iter().enumerate() {
-            let expected = [b, sharding.rows(tokens, rank), h, d];
+            let expected = [b, positions.rows(sharding, rank), h, d];
             if shard.dims() != expected {
                 return Err(Error::ShapeMismatch {
                     tensor: "a shard",
@@ -59,14 +86,15 @@ impl Sharded {
         }
         Ok(Sharded {
             sharding: sharding.clone(),
-            dims: [b, tokens, h, d],
+            positions,
+            dims: [b, rows, h, d],
             shards,
         })
     }
 
     /// The whole tensor. No ring calls this: it allocates all n rows at once.
     pub fn gather(&self) -> Result<Tensor> {
-        gather_sequence(&self.shards, &self.sharding)
+        gather_rows(&self.shards, &self.sharding, &self.positions)
     }
 
     /// The dimensions of the whole tensor.
@@ -82,6 +110,11 @@ impl Sharded {
     /// Which rank holds which tokens.
     pub fn sharding(&self) -> &Sharding {
         &self.sharding
+    }
+
+    /// Which tokens its rows are.
+    pub fn positions(&self) -> &RowPositions {
+        &self.positions
     }
 
     /// The rows of a rank.

@@ -252,7 +252,8 @@ fn check(config: &GpuBenchConfig, kernel: CudaKernel) -> Result<CudaKernel, Erro
         near("dk", &got.dk.to_f64(), &expected.dk, dtype)?;
         near("dv", &got.dv.to_f64(), &expected.dv, dtype)?;
     }
-    Ok(attention.into_kernel())
+    let kernel = attention.into_kernel();
+    kernel.ok_or_else(|| "the attention is still in use".into())
 }
 
 fn near(what: &str, got: &[f64], expected: &[f64], dtype: DType) -> Result<(), Error> {

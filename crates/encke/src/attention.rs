@@ -22,9 +22,9 @@ use crate::results::{Backward, Forward};
 /// Attention with fixed settings. Plans and buffers are cached between calls.
 pub struct Attention<K: Kernel = CpuKernel> {
     pub(crate) settings: Builder,
-    pub(crate) choices: ChoiceCache,
+    pub(crate) choices: Arc<ChoiceCache>,
     pub(crate) sharding: Sharding,
-    pub(crate) ring: ThreadRing<K>,
+    pub(crate) ring: Arc<ThreadRing<K>>,
 }
 
 impl Builder {
@@ -35,13 +35,14 @@ impl Builder {
 
     /// The attention with these settings, on the device of `kernel`.
     pub fn build_on<K: Kernel>(self, kernel: K) -> Result<Attention<K>, Error> {
+        let ring = ThreadRing::new(kernel, self.deadline)
+            .with_faults(self.drill.clone())
+            .with_limits(self.limits);
         Ok(Attention {
             sharding: self.new_sharding()?,
-            ring: ThreadRing::new(kernel, self.deadline)
-                .with_faults(self.drill.clone())
-                .with_limits(self.limits),
+            ring: Arc::new(ring),
             settings: self,
-            choices: ChoiceCache::default(),
+            choices: Arc::default(),
         })
     }
 }
@@ -74,9 +75,21 @@ impl<K: Kernel> Attention<K> {
         self.ring.kernel()
     }
 
-    /// Drops everything but the kernel, and returns it.
-    pub fn into_kernel(self) -> K {
-        self.ring.into_kernel()
+    /// Drops everything but the kernel, and returns it; None while an attention that
+    /// [`Attention::with_seed`] has made is in use.
+    pub fn into_kernel(self) -> Option<K> {
+        Arc::into_inner(self.ring).map(ThreadRing::into_kernel)
+    }
+
+    /// The same attention with another seed of its dropout, if it has any. Both share their plans
+    /// and buffers, so a training loop may take another seed for every step.
+    pub fn with_seed(&self, seed: u64) -> Attention<K> {
+        Attention {
+            settings: self.settings.clone().with_seed(seed),
+            choices: Arc::clone(&self.choices),
+            sharding: self.sharding.clone(),
+            ring: Arc::clone(&self.ring),
+        }
     }
 
     /// The settings that are chosen automatically, if any.
@@ -213,6 +226,8 @@ impl<K: Kernel> Attention<K> {
     }
 
     fn request(&self, shape: Shape, dtype: DType, pass: Pass) -> Result<Request, Error> {
+        // Before anything that has a value for each head, such as slopes.
+        self.pattern().check(&shape)?;
         let ring_config = match self.choice(shape, dtype, pass)? {
             None => self.settings.ring_config(&self.sharding),
             Some(choice) => {

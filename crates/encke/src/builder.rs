@@ -160,7 +160,8 @@ impl Builder {
 
     /// Drops pairs after the softmax, and divides the others by the probability to be kept. A pair
     /// has one coin of the seed, on every rank: the result does not depend on the ring. Pass
-    /// another seed with every call, and the same one to its backward pass. None for no dropout.
+    /// another seed with every call, and the same one to its backward pass: `with_seed` of what is
+    /// built shares its plans and buffers. None for no dropout.
     pub fn dropout(mut self, dropout: Option<Dropout>) -> Builder {
         self.dropout = dropout;
         self
@@ -235,6 +236,12 @@ impl Builder {
             (Precision::Fastest, DType::F32) => kernel.fastest_dtype(),
             (Precision::Stored | Precision::Fastest, stored) => stored,
         }
+    }
+
+    /// These settings with another seed of the dropout, if there is any.
+    pub(crate) fn with_seed(mut self, seed: u64) -> Builder {
+        self.dropout = self.dropout.map(|dropout| dropout.with_seed(seed));
+        self
     }
 
     /// The ring of a call where no setting is chosen automatically.

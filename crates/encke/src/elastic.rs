@@ -144,6 +144,20 @@ impl<K: Kernel> Attention<K> {
         Ok(Sharded::split(tensor, &self.sharding)?)
     }
 
+    /// Shards a tensor of queries (q, dout, dlse) of a sequence of `tokens` tokens, which may have
+    /// fewer rows than that: each stays with the token at its position.
+    pub fn shard_queries(&self, tensor: &View<'_>, tokens: usize) -> Result<Sharded, Error> {
+        let queries = tensor.dims()[1];
+        let last = tokens.saturating_sub(queries);
+        let first = self.pattern().offset_of_queries().unwrap_or(last);
+        Ok(Sharded::split_queries(
+            tensor,
+            &self.sharding,
+            tokens,
+            first,
+        )?)
+    }
+
     /// Forward pass on tensors sharded for this ring.
     pub fn forward_shards(
         &self,

@@ -117,9 +117,11 @@ pub use encke_cost as cost;
 pub use encke_cpu::CpuKernel;
 #[cfg(feature = "cuda")]
 pub use encke_cuda::{CudaKernel, DeviceView, Error as CudaError, ForeignStream};
+pub use encke_ring::call::CallRows;
 pub use encke_ring::{
     Activity, CacheLimits, CacheStats, Fault, FaultPhase, PoolError, RankError, RankMemory,
-    RingError as Error, Sharded, Trace, gather_sequence, split_sequence, threads, trace,
+    RingError as Error, RowPositions, Sharded, Trace, gather_sequence, split_sequence, threads,
+    trace,
 };
 #[cfg(feature = "cuda")]
 pub use gpu_call::{EnqueueReport, GpuCall};

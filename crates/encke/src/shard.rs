@@ -1,6 +1,7 @@
 //! One rank of an attention whose other ranks are in other processes or on other machines.
 //!
-//! Each rank has its rows of q, k and v and gets its rows of the results. The caller's
+//! Each rank has its rows of q, k and v and gets its rows of the results. A query is on the rank
+//! that owns the token at its position. The caller's
 //! [`Transport`] moves the messages, and its deadline applies. Every rank must have the same
 //! settings and make the same calls in the same order. That cannot be checked here; the launcher
 //! must compare the settings before the first call.
@@ -13,6 +14,7 @@ use encke_core::sharding::Sharding;
 use encke_core::transport::Transport;
 use encke_core::{DType, Error as RequestError, Mode, Shape, View};
 use encke_cpu::CpuKernel;
+use encke_ring::call::CallRows;
 use encke_ring::{CacheStats, RingError as Error, ShardRing};
 
 use crate::builder::Builder;
@@ -24,7 +26,7 @@ use crate::results::{Backward, Forward};
 pub struct ShardAttention<K: Kernel = CpuKernel> {
     settings: Builder,
     sharding: Sharding,
-    ring: ShardRing<K>,
+    ring: Arc<ShardRing<K>>,
 }
 
 impl Builder {
@@ -59,12 +61,22 @@ impl Builder {
         Ok(ShardAttention {
             settings: self,
             sharding,
-            ring: ShardRing::new(kernel, rank),
+            ring: Arc::new(ShardRing::new(kernel, rank)),
         })
     }
 }
 
 impl<K: Kernel> ShardAttention<K> {
+    /// The same rank with another seed of its dropout, if it has any; every rank takes the same
+    /// one. Both share their plans and buffers.
+    pub fn with_seed(&self, seed: u64) -> ShardAttention<K> {
+        ShardAttention {
+            settings: self.settings.clone().with_seed(seed),
+            sharding: self.sharding.clone(),
+            ring: Arc::clone(&self.ring),
+        }
+    }
+
     /// This rank.
     pub fn rank(&self) -> usize {
         self.ring.rank()
@@ -91,14 +103,15 @@ impl<K: Kernel> ShardAttention<K> {
         settings.request(settings.ring_config(&self.sharding), shape, dtype, pass)
     }
 
-    /// Forward pass on this rank's rows of a sequence of `tokens` tokens.
+    /// Forward pass on this rank's rows of a sequence of so many tokens, and as many queries or
+    /// fewer (`CallRows`).
     pub fn forward(
         &self,
-        tokens: usize,
+        sequence: impl Into<CallRows>,
         qkv: [&View<'_>; 3],
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<Forward, Error> {
-        let request = self.request_for(tokens, qkv, Pass::Forward)?;
+        let request = self.request_for(sequence.into(), qkv, Pass::Forward)?;
         let result = self.attend(&request, qkv, None, transport)?;
         result.into_forward(self.settings.policy)
     }
@@ -107,12 +120,12 @@ impl<K: Kernel> ShardAttention<K> {
     /// returns this rank's share of their gradient.
     pub fn forward_with_sinks(
         &self,
-        tokens: usize,
+        sequence: impl Into<CallRows>,
         qkv: [&View<'_>; 3],
         sinks: &[f64],
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<Forward, Error> {
-        let request = self.request_for(tokens, qkv, Pass::Forward)?;
+        let request = self.request_for(sequence.into(), qkv, Pass::Forward)?;
         let result = self.attend(&request, qkv, Some(sinks), transport)?;
         result.into_forward(self.settings.policy)
     }
@@ -121,29 +134,29 @@ impl<K: Kernel> ShardAttention<K> {
     /// rows of out and, if the loss of any rank uses it, of the lse.
     pub fn backward(
         &self,
-        tokens: usize,
+        sequence: impl Into<CallRows>,
         qkv: [&View<'_>; 3],
         checkpoint: &Checkpoint,
         gradients: (&View<'_>, Option<&View<'_>>),
         transport: &mut dyn Transport<K::Buffer>,
     ) -> Result<Backward, Error> {
-        let sinks = checkpoint.sinks.as_deref();
+        let (sequence, sinks) = (sequence.into(), checkpoint.sinks.as_deref());
         let saved = match checkpoint.fetch()? {
             Some(saved) => saved,
             None => {
-                let forward = self.request_for(tokens, qkv, Pass::Forward)?;
+                let forward = self.request_for(sequence, qkv, Pass::Forward)?;
                 self.attend(&forward, qkv, sinks, transport)?.saved
             }
         };
         let saved = saved.view();
-        let backward = self.backward_from(tokens, qkv, &saved, gradients, transport)?;
+        let backward = self.backward_from(sequence, qkv, &saved, gradients, transport)?;
         passes::with_dsinks(backward, sinks, &saved, gradients)
     }
 
     /// The same from a forward output that the caller saved.
     pub fn backward_from(
         &self,
-        tokens: usize,
+        sequence: impl Into<CallRows>,
         qkv: [&View<'_>; 3],
         saved: &SavedOutput<'_>,
         (dout, dlse): (&View<'_>, Option<&View<'_>>),
@@ -152,7 +165,7 @@ impl<K: Kernel> ShardAttention<K> {
         let pass = Pass::Backward {
             dlse: dlse.is_some(),
         };
-        let request = self.request_for(tokens, qkv, pass)?;
+        let request = self.request_for(sequence.into(), qkv, pass)?;
         let views = qkv.map(|view| *view);
         passes::differentiate(&request, views, saved, (dout, dlse), |inputs| {
             self.ring.run(&request, inputs, transport)
@@ -176,21 +189,30 @@ impl<K: Kernel> ShardAttention<K> {
     /// the sharding gives it.
     fn request_for(
         &self,
-        tokens: usize,
+        sequence: CallRows,
         [q, k, v]: [&View<'_>; 3],
         pass: Pass,
     ) -> Result<Request, Error> {
-        self.sharding.check(tokens)?;
-        let rows = self.sharding.rows(tokens, self.rank());
-        for (name, view) in [("q", q), ("k", k), ("v", v)] {
+        let whole = |view: &View<'_>, rows: usize| {
+            let ([batch, _, heads, dim], dtype) = signature(view);
+            ([batch, rows, heads, dim], dtype)
+        };
+        let CallRows { queries, keys } = sequence;
+        let shape = shape_of([whole(q, queries), whole(k, keys), whole(v, keys)])?;
+        let request = self.request(shape, q.dtype(), pass);
+        request.pattern.check(&request.shape)?;
+        request.sharding.check(keys)?;
+        let own = request.query_runs(self.rank());
+        let own_queries = own.iter().map(|run| run.count).sum();
+        let own_keys = request.sharding.rows(keys, self.rank());
+        for (name, view, rows) in [
+            ("q", q, own_queries),
+            ("k", k, own_keys),
+            ("v", v, own_keys),
+        ] {
             let [batch, _, heads, dim] = view.dims();
             same_shape(name, view.dims(), [batch, rows, heads, dim])?;
         }
-        let whole = |view: &View<'_>| {
-            let ([batch, _, heads, dim], dtype) = signature(view);
-            ([batch, tokens, heads, dim], dtype)
-        };
-        let shape = shape_of([q, k, v].map(whole))?;
-        Ok(self.request(shape, q.dtype(), pass))
+        Ok(request)
     }
 }

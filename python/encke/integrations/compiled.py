@@ -33,7 +33,7 @@ def attention(
     dropout: float,
 ) -> Tensor:
     """As one operator of the graph that is compiled."""
-    seed = torch.randint(2**63 - 1, ()) if dropout else None
+    seed = torch.randint(2**63 - 1, (), device="cpu") if dropout else None
     if positions is not None and positions.dim() != 2:
         positions = None
     return _forward(q, k, v, description, positions, sinks, seed, scale, softcap, float(dropout))

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-import numpy
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
-from encke.distributed import positions as rows_of
-from encke.distributed import ring_attention, shard, sizes_of
-from encke.integrations.pieces import run_lengths
+from encke._torch import _autocast
+from encke.distributed import ring_attention, sizes_of
+from encke.integrations import compiled_ring
 from encke.integrations.visibility import (
     UnsupportedMask,
-    Visibility,
+    band,
     describe_band,
     is_description,
-    packed,
     read,
+    refuse_own_attention,
 )
 
 _IGNORED = -100
@@ -56,8 +56,16 @@ class ContextParallel:
             )
         self.group, self.sharding, self.gradients = group, sharding, gradients
         self._model, self._hooks = model, []
-        # Of the batch that was sharded last.
-        self.documents: Optional[numpy.ndarray] = None
+        # The documents of the batch that was sharded last, ``[1 or entries, tokens]``.
+        self.documents: Optional[Tensor] = None
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                "there is no process group: start with torchrun and call "
+                "torch.distributed.init_process_group first"
+            )
+        # What a graph knows of the group.
+        self.group_name = (dist.group.WORLD if group is None else group).group_name
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def __enter__(self) -> ContextParallel:
         _entered.append(self)
@@ -77,16 +85,15 @@ class ContextParallel:
             hook.remove()
         self._hooks = []
 
-    @property
-    def size(self) -> int:
-        """The number of ranks that share a sequence."""
-        return dist.get_world_size(self.group)
-
     def rows(self, sequence: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of a tensor that every rank has."""
-        return shard(sequence, group=self.group, sharding=self.sharding, dim=dim)
+        dim = dim % sequence.dim()
+        at = self._at(sequence.shape[dim])
+        return sequence.index_select(dim, at.to(sequence.device))
 
-    @torch.compiler.disable
+    def _at(self, tokens: int) -> Tensor:
+        return compiled_ring.rows_of_rank(tokens, self.sharding, self.size, self.rank)
+
     def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch that every rank of the group has whole.
 
@@ -103,41 +110,43 @@ class ContextParallel:
                 f"the batch has {', '.join(sorted(batch))}; context parallelism is for models of "
                 "one sequence: give input_ids or inputs_embeds"
             )
+        if batch.get("past_key_values") is not None:
+            raise ValueError(_CACHES)
         entries, tokens = whole.shape[:2]
-        sizes = sizes_of(tokens, group=self.group, sharding=self.sharding)
-        if 0 in sizes:
+        if tokens < self.size:
+            sizes = sizes_of(tokens, ranks=self.size, sharding=self.sharding)
             raise ValueError(
                 f"{tokens} tokens give the {len(sizes)} ranks {sizes} rows; every rank needs some"
             )
         self.documents = _documents(batch, entries, tokens)
         where = batch.get("position_ids")
         if where is None:
-            where = rows_of(
-                tokens, group=self.group, sharding=self.sharding, device=whole.device
-            )[None]
+            where = self._at(tokens).to(whole.device)[None]
         else:
-            where = self.rows(where, where.dim() - 1)
+            where = self.rows(where, -1)
         labels = batch.get("labels")
         if labels is not None:
             shifted = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
             if batch.get("num_items_in_batch") is None:
                 batch["num_items_in_batch"] = (shifted != _IGNORED).sum()
-            batch["shift_labels"] = self.rows(shifted).contiguous()
+            batch["shift_labels"] = self.rows(shifted)
         for name in ("input_ids", "inputs_embeds", "labels", "token_type_ids"):
             if batch.get(name) is not None:
-                batch[name] = self.rows(batch[name]).contiguous()
+                batch[name] = self.rows(batch[name])
         for name in ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"):
             batch.pop(name, None)
         return {**batch, "position_ids": where, "use_cache": False}
 
-    @torch.compiler.disable
     def loss(self, local: Tensor) -> Tensor:
         """The loss of the whole batch from that of this rank's rows; its gradient is that of the
         rows, times the number of ranks where gradients will be averaged."""
-        total = local.detach().clone()
-        dist.all_reduce(total, group=self.group)
+        total = self.sum(local.detach())
         scaled = local * self.size if self.gradients == "mean" else local
         return scaled + (total - scaled.detach())
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of all ranks' tensors."""
+        return collectives.wait_tensor(collectives.all_reduce(tensor, "sum", self.group_name))
 
     def _before(self, module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if len(given) > 1:
@@ -152,30 +161,20 @@ class ContextParallel:
         return output
 
 
-def _documents(batch: dict[str, Any], entries: int, tokens: int) -> Optional[numpy.ndarray]:
-    """Numbers of documents, ``[batch, tokens]``; None for one document."""
+def _documents(batch: dict[str, Any], entries: int, tokens: int) -> Tensor:
+    """Numbers of documents, ``[1 or entries, tokens]``."""
     mask, bounds = batch.get("attention_mask"), batch.get("cu_seq_lens_q")
-    found = packed(batch.get("position_ids"), tokens) if mask is None else None
-    if bounds is not None:
-        lengths = numpy.diff(torch.as_tensor(bounds).cpu().numpy())
-        found = numpy.repeat(numpy.arange(len(lengths)) + 1, lengths)[None]
-    if mask is not None:
-        if mask.dim() != 2:
-            raise UnsupportedMask(
-                f"attention_mask has shape {list(mask.shape)}; a sequence in shards takes a "
-                "padding mask [batch, tokens]"
-            )
-        # Padding is a document of its own: no other token sees it.
-        found = mask.detach().cpu().numpy().astype(bool).astype(numpy.int64) + 1
-        if (found == 2).all():
-            return None
-        if (numpy.diff(found) != 0).sum(-1).max() > 1:
-            raise UnsupportedMask(
-                "padding lies between tokens that count; pad on the left or on the right"
-            )
-    if found is None:
-        return None
-    return numpy.broadcast_to(found, (entries, tokens))
+    positions = batch.get("position_ids")
+    if mask is not None and mask.dim() != 2:
+        raise UnsupportedMask(
+            f"attention_mask has shape {list(mask.shape)}; a sequence in shards takes a "
+            "padding mask [batch, tokens]"
+        )
+    if mask is None and bounds is None and positions is None:
+        return torch.ones((1, tokens), dtype=torch.int64, device="cpu")
+    if bounds is not None and not isinstance(bounds, Tensor):
+        bounds = torch.as_tensor(bounds)
+    return compiled_ring.documents(mask, positions, bounds, entries, tokens)
 
 
 def current() -> ContextParallel:
@@ -188,13 +187,22 @@ def current() -> ContextParallel:
     return _entered[-1]
 
 
-@torch.compiler.disable
-def ring_mask(batch_size: int, mask_function: Any = None, device: Any = "cpu", **_: Any) -> Tensor:
+def _documents_of(context: ContextParallel) -> Tensor:
+    if context.documents is None:
+        raise RuntimeError(
+            "no batch was cut: give context_parallel the model, or the model a batch of "
+            "context.shard(batch)"
+        )
+    return context.documents
+
+
+def ring_mask(mask_function: Any = None, device: Any = "cpu", **traced: Any) -> Tensor:
     """The mask of a layer, with the documents of the whole sequence."""
-    return describe_band(mask_function, current().documents, device)
+    if not torch.compiler.is_compiling():
+        refuse_own_attention(traced.get("config"))
+    return describe_band(mask_function, _documents_of(current()), device, traced)
 
 
-@torch.compiler.disable
 def ring_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -213,36 +221,39 @@ def ring_forward(
     context = current()
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     _refuse(others, q, k)
-    if attention_mask is not None and is_description(attention_mask):
-        seen = read(attention_mask)
-    else:
+    if attention_mask is None or not is_description(attention_mask):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        left = None if sliding_window is None else sliding_window - 1
-        right = None if causal or sliding_window is None else sliding_window - 1
-        seen = Visibility(causal, left, right, documents=context.documents)
+        left = -1 if sliding_window is None else sliding_window - 1
+        attention_mask = band(causal, left, -1 if causal else left, _documents_of(context))
+    seed = _agreed_seed(context, q.device) if dropout else None
+    if torch.compiler.is_compiling():
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = _autocast(q, k, v)
+        ring = (context.group_name, context.sharding)
+        scores = (s_aux, seed, *ring, scaling, softcap, float(dropout))
+        return compiled_ring.attention(q, k, v, attention_mask, *scores), None
+    seen = read(attention_mask)
     options: dict[str, Any] = dict(
         group=context.group, sharding=context.sharding, causal=seen.causal, window=seen.window,
-        scale=scaling, softcap=softcap, sinks=s_aux,
+        scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout, seed=seed,
     )
-    if dropout:
-        options.update(dropout=dropout, seed=_agreed_seed(context.group, q.device))
-    rows = seen.documents
-    if rows is None:
-        return ring_attention(q, k, v, **options), None
-    if (rows == rows[0]).all():
-        return ring_attention(q, k, v, documents=run_lengths(rows[0]), **options), None
-    entries = [
-        ring_attention(*(x[i : i + 1] for x in (q, k, v)), documents=run_lengths(row), **options)
-        for i, row in enumerate(rows)
+    outs = [
+        ring_attention(q[of], k[of], v[of], documents=lengths, **options)
+        for of, lengths in compiled_ring.by_documents(seen, q.shape[0])
     ]
-    return torch.cat(entries), None
+    return torch.cat(outs) if len(outs) > 1 else outs[0], None
 
 
-def _agreed_seed(group: Any, device: Any) -> Tensor:
+def _agreed_seed(context: ContextParallel, device: Any) -> Tensor:
     """The first rank's draw: checkpointing restores its generator, and so the seed."""
     seed = torch.randint(2**62, (), device=device)
-    dist.broadcast(seed, group=group, group_src=0)
-    return seed
+    return context.sum(seed if context.rank == 0 else torch.zeros_like(seed))
+
+
+_CACHES = (
+    "caches are not sharded: leave the context and use "
+    'attn_implementation="encke" to generate, with whole sequences on every process'
+)
 
 
 def _refuse(others: dict[str, Any], q: Tensor, k: Tensor) -> None:
@@ -254,7 +265,4 @@ def _refuse(others: dict[str, Any], q: Tensor, k: Tensor) -> None:
     if others.get("position_bias") is not None:
         raise ValueError("a learned bias of each pair's score (T5) is not computed on a ring")
     if q.shape[1] != k.shape[1] or others.get("cache") is not None:
-        raise ValueError(
-            f"{q.shape[1]} queries and {k.shape[1]} keys: caches are not sharded; leave the "
-            'context and use attn_implementation="encke" to generate'
-        )
+        raise ValueError(f"{q.shape[1]} queries and {k.shape[1]} keys: {_CACHES}")

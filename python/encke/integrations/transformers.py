@@ -35,6 +35,7 @@ from encke.integrations.visibility import (
     is_description,
     packed,
     read,
+    refuse_own_attention,
 )
 
 __all__ = ["UnsupportedMask", "attention_forward", "attention_mask", "register"]
@@ -67,6 +68,8 @@ def attention_mask(
     **others: Any,
 ) -> Tensor:
     """The description of a mask, in the place of a tensor of queries times keys."""
+    if not torch.compiler.is_compiling():
+        refuse_own_attention(others.get("config"))
     if mask_function is None:
         from transformers.masking_utils import causal_mask_function as mask_function
     return describe(

@@ -11,6 +11,8 @@ one that was made before (for static caches) as it is. It begins with a number t
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Optional
 
@@ -22,6 +24,10 @@ from torch import Tensor
 # position of the first query.
 _MARK = 0x454E434B45
 _HEADER = 5
+
+
+# Models that use the interface in some layers, and make or read masks of pairs in others.
+_OWN_MASKS = ("bigbird_pegasus", "doge", "git", "informer")
 
 
 class Visibility(NamedTuple):
@@ -95,22 +101,64 @@ def describe(
 
 
 def describe_band(
-    function: Callable[..., Any], documents: Optional[numpy.ndarray], device: Any
+    function: Callable[..., Any], documents: Tensor, device: Any, traced: dict[str, Any]
 ) -> Tensor:
-    """The description of a mask without its own documents and padding: where a sequence lies in
-    shards, those are not in the rows that the mask function knows."""
-    causal, sides = False, [-1, -1]
-    for part in _parts(function):
+    """The description of a mask with these ``documents`` ``[batch, tokens]`` in the place of its
+    own, and of padding: where a sequence lies in shards, those are not in the rows that the mask
+    function knows."""
+    documents = documents.to(device)
+    if torch.compiler.is_compiling():
+        parts, keys = _said(traced), traced["kv_length"]
+        if "causal" in parts and keys > 1:
+            at = torch.arange(keys, device=device)
+            parts.append(_both_ways(function, traced["batch_size"], at))
+    else:
+        parts = list(_parts(function))
+    for part in parts:
         if isinstance(part, _Chunks):
-            raise _unsupported("chunks, which are not computed where sequences lie in shards")
-        causal = causal or part == "causal"
-        if isinstance(part, _Side):
-            sides[part.right] = part.tokens
-    if documents is None:
-        documents = numpy.ones((1, 1), dtype=numpy.int64)
-    header = torch.tensor([_MARK, int(causal), *sides, 0]).expand(len(documents), -1)
-    whole = torch.cat([header, torch.from_numpy(numpy.array(documents))], -1)
-    return whole[:, None, None].to(device)
+            documents = _in_chunks(documents, part.tokens)
+        elif isinstance(part, _Refused):
+            documents = torch.where(part.found, -1, documents)
+    sides = ([x.tokens for x in parts if isinstance(x, _Side) and x.right == of] for of in (0, 1))
+    return band("causal" in parts, *(min(of, default=-1) for of in sides), documents)
+
+
+def band(causal: bool, left: int, right: int, documents: Tensor) -> Tensor:
+    """The description of a window (-1: no limit) inside documents."""
+    header = torch.tensor([_MARK, int(causal), left, right, 0], device=documents.device)
+    return torch.cat([header.expand(documents.shape[0], -1), documents], -1)[:, None, None]
+
+
+def _in_chunks(documents: Tensor, tokens: int) -> Tensor:
+    """Documents of so many tokens each, from the first one of every document on."""
+    at = torch.arange(documents.shape[1], device=documents.device)
+    new = torch.ones_like(documents, dtype=torch.bool)
+    new[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    first = torch.where(new, at, 0).cummax(-1).values
+    return ((at - first) % tokens == 0).cumsum(-1)
+
+
+def refuse_own_attention(config: Any) -> None:
+    """Refuses models that compute attention by code of their own, to which a description means
+    nothing."""
+    module = type(config).__module__.replace(".configuration_", ".modeling_")
+    if getattr(config, "model_type", None) in _OWN_MASKS or _computes_its_own(module):
+        raise UnsupportedMask(
+            f"the model of {type(config).__name__} computes attention, or chooses its keys, by "
+            "code of its own, outside of transformers' attention interface; use "
+            'attn_implementation="eager" or "sdpa"'
+        )
+
+
+@functools.lru_cache(maxsize=None)
+def _computes_its_own(module: str) -> bool:
+    found = vars(sys.modules[module]) if module in sys.modules else {}
+    own = [x for x in found.values() if isinstance(x, type) and x.__module__ == module]
+    names = [x.__name__ for x in own if issubclass(x, torch.nn.Module)]
+    if any("Indexer" in name for name in names):
+        return True
+    attention = any("Attention" in name for name in names)
+    return attention and "ALL_ATTENTION_FUNCTIONS" not in found
 
 
 def is_description(mask: Tensor) -> bool:
@@ -228,24 +276,40 @@ def _probed(
 ) -> list[Any]:
     """The same where torch.compile traces, which shows no closures: from what the caller says, and
     from which neighbours see each other."""
-    if given.get("use_vmap"):
-        raise _unsupported("one with a function of the model's own, which torch.compile hides")
-    causal = "allow_is_bidirectional_skip" not in given
-    size = given.get("local_size")
-    parts: list[Any] = ["causal"] if causal else []
-    if size is not None:
-        # A chunk is no longer than a window of its size.
-        sides = [(False, size - 1)] if causal else [(False, size), (True, size)]
-        parts += [_Side(*side) for side in sides]
-    if causal and at.shape[0] > 1:
+    parts = _said(given)
+    # A chunk is no longer than a window of its size.
+    parts = [_Side(False, x.tokens - 1) if isinstance(x, _Chunks) else x for x in parts]
+    if "causal" in parts and at.shape[0] > 1:
         entry = torch.arange(batch, device=at.device)[:, None]
-        head = torch.zeros_like(entry)
-        before = function(entry, head, at[None, 1:], at[None, :-1]).expand(batch, -1)
-        after = function(entry, head, at[None, :-1], at[None, 1:]).expand(batch, -1)
+        before = function(entry, torch.zeros_like(entry), at[None, 1:], at[None, :-1])
+        before = before.expand(batch, -1)
         first = torch.zeros(batch, 1, dtype=torch.int64, device=at.device)
         parts.append(_Labels(torch.cat([first, (~before).cumsum(-1)], -1)))
-        parts.append(_Refused(after.any()))
+        parts.append(_both_ways(function, batch, at))
     return parts
+
+
+def _said(given: dict[str, Any]) -> list[Any]:
+    """The parts of a mask by what transformers says to its maker."""
+    if given.get("use_vmap"):
+        raise _unsupported("one with a function of the model's own, which torch.compile hides")
+    size, config = given.get("local_size"), given.get("config")
+    if "allow_is_bidirectional_skip" in given:
+        return [] if size is None else [_Side(False, size), _Side(True, size)]
+    if size is None:
+        return ["causal"]
+    # Where a model's windows and chunks have one size, a chunk is described as a window, and the
+    # neighbours tell where it begins.
+    if getattr(config, "sliding_window", None) == size:
+        return ["causal", _Side(False, size - 1)]
+    return ["causal", _Chunks(size, torch.zeros(()), None)]
+
+
+def _both_ways(function: Callable[..., Any], batch: int, at: Tensor) -> _Refused:
+    """Whether a query of a causal mask sees the key after it."""
+    entry = torch.arange(batch, device=at.device)[:, None]
+    after = function(entry, torch.zeros_like(entry), at[None, :-1], at[None, 1:])
+    return _Refused(after.any())
 
 
 def _is_empty(function: Callable[..., Any]) -> bool:

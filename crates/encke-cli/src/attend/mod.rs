@@ -14,10 +14,11 @@ mod summary;
 use std::time::Instant;
 
 use anyhow::Result;
-use encke::{Attention, Kernel, Tensor, View};
+use encke::{Attention, Kernel, Pass, Tensor, View};
 use encke_lab::Verdict;
 use encke_lab::device::{ComputeDevice, open_gpu};
 use encke_lab::output::{OutputFile, write_tensors};
+use encke_lab::ring_memory::check_ring_memory;
 use encke_lab::terminal::spinner;
 
 use crate::input::{InputFile, InputTensors};
@@ -47,6 +48,11 @@ fn run_on<K: Kernel>(options: &Options, attention: Attention<K>) -> Result<Verdi
     let compute = attention.compute_dtype(inputs.q.dtype());
     if !options.allow_non_finite {
         inputs.check_finite(&tensors, compute)?;
+    }
+    // What is wrong with a plan is said by the call.
+    let plan = attention.plan(inputs.shape, inputs.q.dtype(), Pass::Forward);
+    if let (ComputeDevice::Cpu, Ok(plan)) = (options.device.device, plan) {
+        check_ring_memory(&plan)?;
     }
     let (mut output, trace_file) = outputs(options)?;
     let result = run_passes(&attention, &tensors, &inputs)?;

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use encke::plan::program::Role;
-use encke::{Attention, Builder, CpuKernel, DType, Kernel, Padding, Pass, Plan, Request, Trace};
+use encke::{Attention, Builder, CpuKernel, DType, Kernel, Pass, Plan, Request, Trace};
 use encke_lab::Verdict;
 use encke_lab::chrome_trace::ChromeTrace;
 use encke_lab::cluster::Cluster;
@@ -21,7 +21,7 @@ use encke_lab::rank_kernel::RankKernel;
 use encke_lab::terminal::spinner;
 use encke_lab::wire_choice::WireChoice;
 use encke_ring::ShardCall;
-use encke_ring::out_of_core::{ExtraTermRows, Files, FromSource, TensorFile, ToSink};
+use encke_ring::out_of_core::{ExtraTermRows, Files, FromSource, TensorFile, WithExtraTerms};
 
 use super::inputs::AttendInputs;
 use super::options::Options;
@@ -80,20 +80,18 @@ fn run_on<K: RankKernel>(
     let mut output = Some(output);
     let before = resident_bytes();
     let progress = cluster.is_root().then(|| spinner("forward"));
-    let (mut passes, mut dsinks) = (Vec::new(), None);
+    let mut passes = Vec::new();
     for request in &call.requests {
         if let (Some(progress), true) = (&progress, !passes.is_empty()) {
             progress.set_message("backward");
         }
-        let (done, gradient) = pass(cluster, options, &call, request, &mut sink)?;
-        passes.push(done);
-        dsinks = gradient;
+        let pass = (request, dsinks_file.as_ref());
+        passes.push(run_pass(cluster, options, &call, pass, &mut sink)?);
     }
     drop(progress);
     let most = peak_resident_bytes();
     let done = AttendProcess {
         passes,
-        dsinks,
         resident_bytes: before.zip(most),
     };
     let mut all = cluster.gather(&done)?;
@@ -101,7 +99,7 @@ fn run_on<K: RankKernel>(
         let root = cluster.root();
         let finished = match (all.take(), output.take_if(|_| cluster.is_root())) {
             (Some(all), Some(output)) => {
-                let files = (output, trace_file.take(), dsinks_file.as_ref());
+                let files = (output, trace_file.take());
                 finish(cluster, options, &call, &all, files)
             }
             // The former root has died: it may have renamed the file, or not yet.
@@ -149,13 +147,6 @@ fn prepare<K: Kernel>(builder: Builder, kernel: K, options: &Options) -> Result<
         );
     }
     let requests = requests(&attention, &inputs)?;
-    let extra = options.sinks || attention.pattern().padding_rule() != Padding::None;
-    if extra && requests[0].redundancy > 0 {
-        bail!(
-            "--sinks or --padding and --redundancy do not go together in processes: the extra \
-             terms of a lost rank's rows would be added twice or not at all; leave one of them out"
-        );
-    }
     Ok(PreparedCall {
         compute: attention.compute_dtype(inputs.q.dtype()),
         requests,
@@ -176,12 +167,17 @@ fn create<K: Kernel>(
     let alone = entries_alone(&call.inputs, &entries);
     let (output, trace) = loop {
         let root = cluster.root();
-        let created = match cluster.is_root() {
+        let mut created = match cluster.is_root() {
             true => super::outputs(options).map(Some),
             false => Ok(None),
         };
-        let path = created.as_ref().ok().and_then(Option::as_ref);
-        let path = path.map(|(output, _)| output.temporary().to_path_buf());
+        let mut path = None;
+        if let Ok(Some((output, _))) = &mut created {
+            match output.temporary() {
+                Ok(named) => path = Some(named.to_path_buf()),
+                Err(error) => created = Err(error),
+            }
+        }
         // At once: a file whose path only the root knows is left behind if the root is killed.
         let path: Option<PathBuf> = cluster.broadcast(Some(path))?;
         let held = created.and_then(|created| match (created, path) {
@@ -200,14 +196,15 @@ fn create<K: Kernel>(
     Ok((output, trace, output_files(&entries, tensors), dsinks))
 }
 
-/// One pass of this process's rank, with its share of the gradient of the sinks.
-fn pass<K: RankKernel>(
+/// One pass of this process's rank. A backward pass writes the gradient of the sinks, if they have
+/// a file.
+fn run_pass<K: RankKernel>(
     cluster: &mut Cluster,
     options: &Options,
     call: &PreparedCall<K>,
-    request: &Request,
+    (request, dsinks_file): (&Request, Option<&TensorFile>),
     sink: &mut Files,
-) -> Result<(RankPass, Option<Vec<f64>>)> {
+) -> Result<RankPass> {
     let kernel = call.attention.kernel();
     let ready = (|| {
         let plan = Plan::new(request.clone())?;
@@ -224,6 +221,13 @@ fn pass<K: RankKernel>(
         Ok(shard)
     })();
     let mut shard = cluster.agree(loaded)?;
+    let sinks = call.inputs.sinks.as_deref();
+    let terms = ExtraTermRows { sinks, request };
+    let mut output = WithExtraTerms {
+        terms,
+        source: &source,
+        sink,
+    };
     cluster.wire.begin();
     let begin = Instant::now();
     shard.restart_clock();
@@ -231,37 +235,65 @@ fn pass<K: RankKernel>(
     let mut wire = K::wire(cluster);
     match request.redundancy {
         0 => shard.run(&mut *wire)?,
-        _ => shard.run_surviving(&mut *wire, &mut ToSink(sink))?,
+        _ => shard.run_surviving(&mut *wire, &mut output)?,
     }
     drop(wire);
     kernel.synchronize()?;
     let seconds = begin.elapsed().as_secs_f64();
     if request.redundancy == 0 {
-        stored = shard.store(&mut ToSink(sink)).map_err(anyhow::Error::from);
+        stored = shard.store(&mut output).map_err(anyhow::Error::from);
     }
     // Other ranks may read these rows, and the root renames the file.
-    let mut dsinks = None;
     let stored = stored.and_then(|()| {
-        let (sinks, rank) = (call.inputs.sinks.as_deref(), cluster.rank());
-        let rows = ExtraTermRows { sinks, request };
-        match request.pass {
-            Pass::Forward => rows.apply(rank, &source, sink)?,
-            Pass::Backward { dlse } if sinks.is_some() => {
-                dsinks = Some(rows.gradient(rank, dlse, &source)?);
-            }
-            Pass::Backward { .. } => {}
-        }
         let file = file_of(sink, an_output(request))?.file;
         file.sync_data().context("cannot write the output")
     });
     cluster.agree(stored)?;
+    if let (Pass::Backward { dlse }, Some(file)) = (request.pass, dsinks_file) {
+        dsinks(cluster, (terms, dlse), &source, file)?;
+    }
     let done = shard.finish();
-    let done = RankPass {
+    Ok(RankPass {
         events: done.events,
         memory: done.memory,
         seconds,
+    })
+}
+
+/// Writes the gradient of the sinks: a rank sums over the rows of its own shard, and the root over
+/// those of ranks that have died, too.
+fn dsinks(
+    cluster: &mut Cluster,
+    (terms, dlse): (ExtraTermRows<'_>, bool),
+    source: &CheckedInput<'_>,
+    file: &TensorFile,
+) -> Result<()> {
+    let of = |rank: usize| -> Result<Vec<f64>> {
+        Ok(terms.gradient(&terms.request.query_runs(rank), dlse, source)?)
     };
-    Ok((done, dsinks))
+    let own = cluster.agree(of(cluster.rank()))?;
+    // As bits: JSON has no NaN.
+    let bits: Vec<u64> = own.iter().map(|x| x.to_bits()).collect();
+    loop {
+        let root = cluster.root();
+        let parts: Option<Vec<(usize, Vec<u64>)>> =
+            cluster.gather(&(cluster.rank(), bits.clone()))?;
+        let written: Result<()> = parts.map_or(Ok(()), |parts| {
+            let mut sums = vec![0.0; own.len()];
+            for rank in 0..cluster.ranks() {
+                let part = match parts.iter().find(|(of, _)| *of == rank) {
+                    Some((_, bits)) => bits.iter().map(|bits| f64::from_bits(*bits)).collect(),
+                    None => of(rank)?,
+                };
+                sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
+            }
+            Ok(write_dsinks(file, &sums)?)
+        });
+        cluster.agree(written)?;
+        if cluster.root() == root {
+            return Ok(());
+        }
+    }
 }
 
 /// One of the outputs of a pass; all of them are in one file.
@@ -278,15 +310,8 @@ fn finish<K: Kernel>(
     options: &Options,
     call: &PreparedCall<K>,
     all: &[AttendProcess],
-    (output, trace_file, dsinks): (OutputFile, Option<OutputFile>, Option<&TensorFile>),
+    (output, trace_file): (OutputFile, Option<OutputFile>),
 ) -> Result<()> {
-    if let Some(file) = dsinks {
-        let mut sums = vec![0.0; call.inputs.shape.heads];
-        for part in all.iter().flat_map(|done| &done.dsinks) {
-            sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
-        }
-        write_dsinks(file, &sums)?;
-    }
     let traces: Vec<Trace> = (0..call.requests.len())
         .map(|pass| {
             let events = all.iter().flat_map(|done| done.passes[pass].events.clone());

@@ -84,8 +84,6 @@ pub struct RankPass {
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub struct AttendProcess {
     pub passes: Vec<RankPass>,
-    /// Its share of the gradient of the sinks.
-    pub dsinks: Option<Vec<f64>>,
     /// Resident memory before the first buffer was allocated, and its peak.
     pub resident_bytes: Option<(usize, usize)>,
 }

@@ -253,12 +253,13 @@ fn add_extra_terms(
         (Pass::Backward { dlse }, Some(file)) => {
             let mut sums = vec![0.0; request.shape.heads];
             for rank in 0..plan.ranks() {
-                let part = rows.gradient(rank, dlse, source)?;
+                let part = rows.gradient(&request.query_runs(rank), dlse, source)?;
                 sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
             }
             write_dsinks(file, &sums)
         }
-        (Pass::Forward, _) => (0..plan.ranks()).try_for_each(|rank| rows.apply(rank, source, sink)),
+        (Pass::Forward, _) => (0..plan.ranks())
+            .try_for_each(|rank| rows.apply(&request.query_runs(rank), source, sink)),
     }
 }
 

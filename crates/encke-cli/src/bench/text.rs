@@ -36,7 +36,8 @@ fn checks(record: &BenchRecord, paint: Paint) -> String {
     let checked = record.rings.iter().map(|ring| ring.checked);
     let all = checked.fold(RowCheck::default(), RowCheck::with);
     let dtype = record.request.dtype;
-    let (tolerance, of_gradients) = (RowTolerance::of(dtype), gradient_tolerance(dtype));
+    let tolerance = RowTolerance::of(dtype, record.request.shape.dim);
+    let of_gradients = gradient_tolerance(dtype);
     let mut text = format!(
         "checked: {} rows against the reference; largest error of out {:.1e} (tolerance {:.1e}), \
          of lse {:.1e} ({:.1e})",

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use encke::DType;
+use encke::{DType, Documents, Window};
 use encke_lab::Verdict;
 use encke_lab::billion::{self, BillionRun, BillionSettings};
 use encke_lab::device::ComputeDevice;
@@ -18,6 +18,7 @@ use encke_lab::terminal::say;
 use encke_lab::wire_choice::WireChoice;
 
 use crate::device_option::DeviceOption;
+use crate::pattern_options::window;
 
 /// What `--help` ends with.
 pub const EXAMPLES: &str = "\
@@ -33,6 +34,8 @@ Examples:
       on the GPU.
   encke billion --tokens 16M --ranks 7
       Other ranks, other shards: the same checksum within its tolerance.
+  encke billion --tokens 64M --segment 64M --window 4095,0 --prefix 4
+      One branch of every token: a sliding window of 4096 tokens, and four that stay visible.
   mpirun -n 4 encke billion --tokens 64M
       Ranks are distributed over the processes; each continues from a state file of its own.
 
@@ -78,6 +81,21 @@ pub struct Options {
     #[arg(long, value_name = "G", value_parser = count, default_value = "4")]
     growth: usize,
 
+    /// Window: a query attends to at most so many tokens before its own in each branch (everything
+    /// is causal); `all` for no limit. A sliding window of W tokens is W-1,0; with a --segment as
+    /// long as the sequence it is the only mask.
+    #[arg(long, value_name = "LEFT,RIGHT", value_parser = window)]
+    window: Option<Window>,
+
+    /// Tokens at the start (of each document) that are visible outside the window, too.
+    #[arg(long, value_name = "TOKENS", value_parser = count, requires = "window")]
+    prefix: Option<usize>,
+
+    /// Lengths of the documents that the sequence is packed from, which add up to --tokens: no
+    /// query attends to another document.
+    #[arg(long, value_name = "N1,N2,...", value_delimiter = ',', value_parser = count)]
+    documents: Vec<usize>,
+
     /// Random rows to compute again in f64 and compare, in addition to 64 of each branch.
     #[arg(long, value_name = "ROWS", value_parser = count, default_value = "4096")]
     samples: usize,
@@ -117,6 +135,14 @@ impl Options {
         let (segment_lengths, dilation_rates) =
             longnet::branches(self.tokens, self.segment, self.growth);
         let device = self.device.device;
+        let window = self.window.unwrap_or(Window::ALL);
+        if self.prefix.is_some() && window.left.is_none() {
+            bail!("--prefix has no effect: --window hides no token before a query");
+        }
+        let documents = match &self.documents[..] {
+            [] => None,
+            lengths => Some(Documents::new(lengths)?),
+        };
         let (dtype, heads) = match device {
             ComputeDevice::Cpu => (DType::F32, 1),
             ComputeDevice::Cuda(_) => (DType::Bf16, 8),
@@ -131,6 +157,9 @@ impl Options {
                 dim: self.dim,
                 segment_lengths,
                 dilation_rates,
+                window,
+                prefix: self.prefix.unwrap_or(0),
+                documents,
                 samples: self.samples,
                 seed: self.seed,
             },

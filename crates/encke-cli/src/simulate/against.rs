@@ -8,6 +8,7 @@ use encke_lab::Verdict;
 use encke_lab::format::{flops, seconds};
 use encke_lab::output::OutputFile;
 use encke_lab::table::TextTable;
+use encke_lab::tensors::check_measured;
 use encke_lab::terminal::{Paint, say, spinner};
 
 use super::options::Options;
@@ -30,6 +31,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     let dtype = options.dtype(DType::F32);
     let tokens = options.sizes.tokens.unwrap_or(TOKENS);
     let shape = Shape::new(1, tokens, HEADS, HEADS, DIM)?;
+    check_measured(&shape)?;
     let progress = spinner("starting");
     let found = compare(
         CpuKernel::new()?,

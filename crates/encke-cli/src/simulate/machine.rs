@@ -4,13 +4,14 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use encke::DType;
 use encke::tune::{MachineId, MachineProfile};
+use encke::{DType, Shape};
 use encke_cost::{
     DeviceModel, HostProfile, Machine, ProbeSizes, RING_DEADLINE, Statistic, find_device, find_link,
 };
 use encke_cpu::CpuKernel;
 use encke_lab::number::count;
+use encke_lab::tensors::check_measured;
 use encke_lab::terminal::spinner;
 use encke_ring::ThreadRing;
 
@@ -136,14 +137,16 @@ fn named(options: &MachineOptions, sizes: &ShapeOptions, dtype: DType) -> Result
 
 /// The CPU kernel of this machine as a device; each rank has such a machine to itself.
 fn here(sizes: &ShapeOptions, dtype: DType) -> Result<DeviceModel> {
+    let (heads, dim) = (sizes.heads, sizes.dim);
+    check_measured(&Shape::new(1, ROWS, heads, heads, dim)?)?;
     let progress = spinner("measuring the kernel");
     let kernel = CpuKernel::new()?;
     let mut profile = HostProfile::new(
         &kernel,
         ProbeSizes {
             rows: ROWS,
-            heads: sizes.heads,
-            dim: sizes.dim,
+            heads,
+            dim,
             dtype,
         },
     )?;

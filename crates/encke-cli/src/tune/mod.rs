@@ -66,7 +66,7 @@ pub struct Options {
     repeats: usize,
 
     /// With --check, write every run as JSON.
-    #[arg(long, value_name = "FILE", requires = "check")]
+    #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
 }
 
@@ -74,6 +74,10 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<Verdict> {
     if options.check {
         return check::run(options.repeats, options.record.as_deref());
+    }
+    // Not clap's `requires`, which an option that excludes --check switches off.
+    if options.record.is_some() {
+        bail!("--record writes what --check measures; add --check, or leave it out");
     }
     let here = MachineId::current();
     if options.show {

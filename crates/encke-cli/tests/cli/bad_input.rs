@@ -43,6 +43,9 @@ fn missing_tensors_are_refused() {
     );
 }
 
+/// What the error of a ring that needs more memory than there is names.
+const RANKS: &str = "the buffers of all";
+
 #[test]
 fn absurd_sizes_are_refused_before_any_work() {
     let folder = CommandFolder::new();
@@ -51,7 +54,48 @@ fn absurd_sizes_are_refused_before_any_work() {
         ("profile --tokens 1e12", "available"),
         ("bench --tokens 1e12", "available"),
         ("report page.html --tokens 1e11", "available"),
+        ("bench --tokens 1M --ranks 1024 --queries replicated", RANKS),
+        (
+            "profile --tokens 1M --ranks 1024 --queries replicated",
+            RANKS,
+        ),
+        (
+            "report p.html --tokens 1M --ranks 64 --queries replicated --dim 4096",
+            RANKS,
+        ),
         ("bench --repeats 1e12", "at most"),
+        ("simulate --against threads --tokens 1e12", "available"),
+        (
+            "simulate --tokens 64 --gpu here --heads 1e6 --dim 64",
+            "available",
+        ),
+        (
+            "simulate --tokens 64 --gpu here --heads 1e9 --dim 1e6",
+            "overflows",
+        ),
+        (
+            "simulate --tokens 64 --ranks 4 --straggler 1:1e308",
+            "1e308",
+        ),
+        ("launch -n 1e6 plan", "at most 1024"),
+        ("plan --tokens 64 --heads 1e10 --dim 8 --alibi", "steps"),
+        (
+            "plan --tokens 1 --heads 1 --dim 9007199254740992 --explain",
+            "at most 1048576",
+        ),
+        (
+            "plan --tokens 64 --dim 1 --heads 1e10 --bits invariant",
+            "steps",
+        ),
+        (
+            "plan --tokens 1e13 --heads 2 --dim 8 --ranks 2 --bits invariant --mode mix \
+             --segment-lengths 1e12,1000000000001 --dilation-rates 1,1",
+            "every cut",
+        ),
+        (
+            "launch -n 1e15 --option=--hostfile --option=x plan",
+            "at most",
+        ),
         ("billion --ranks 18446744073709551615", "too many"),
         ("billion --ranks 1e12", "too many"),
         ("billion --tokens 1e15", "overflows"),
@@ -78,6 +122,48 @@ fn absurd_sizes_are_refused_before_any_work() {
         (&format!("{plan} 1e15"), "overflows"),
     ] {
         folder.refuses(arguments, &[words]);
+    }
+}
+
+/// An argument may have 128 KiB, and a list thousands of elements that are all wrong.
+#[test]
+fn the_error_of_a_long_value_is_short() {
+    let folder = CommandFolder::new();
+    let list = vec!["7"; 30_000].join(",");
+    let long = "x".repeat(100_000);
+    for (arguments, words) in [
+        (
+            format!("plan --heads 1 --dim 8 --tokens {long}"),
+            "encke plan --help",
+        ),
+        (
+            format!("plan --heads 1 --dim 8 --tokens {list}"),
+            "encke plan --help",
+        ),
+        (format!("attend {long} -o out"), "File name too long"),
+        (
+            format!("attend in -o out --segment-lengths {list} --dilation-rates 1"),
+            "",
+        ),
+        (long, "see encke --help"),
+    ] {
+        let line = folder.refuses(&arguments, &[words]);
+        assert!(line.len() < 4096, "{} bytes: {line}", line.len());
+    }
+}
+
+#[test]
+fn options_that_need_another_one_are_refused_without_it() {
+    let folder = CommandFolder::new();
+    for (arguments, needed) in [
+        ("tune --record r.json", "--check"),
+        ("tune --seconds 1 --record r.json", "--check"),
+        ("tune --show --record r.json", "--check"),
+        ("verify --redundancy 1", "--faults"),
+        ("verify --bits --redundancy 1", "--faults"),
+        ("attend in -o out --drill 1@1", "--redundancy"),
+    ] {
+        folder.refuses(arguments, &[needed]);
     }
 }
 
@@ -374,7 +460,7 @@ fn sizes_beyond_the_limits_of_the_shell_are_errors() {
         );
     };
     refused(
-        "ulimit -v 4000000; \"$0\" report out --batch 1e6 --tokens 64 --heads 2 --dim 8 --ranks 2",
+        "ulimit -v 2500000; \"$0\" report out --batch 250k --tokens 64 --heads 2 --dim 8 --ranks 2",
         "bytes",
     );
     refused(

@@ -1,8 +1,9 @@
-//! `encke billion`: a sixty-fourth of a billion tokens, and interrupted runs.
+//! `encke billion`: a 512th of a billion tokens (in long runs a 64th), and interrupted runs.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use encke_core::conformance::extent;
 use serde_json::Value;
 
 use crate::command::CommandFolder;
@@ -46,12 +47,14 @@ fn pairs(tokens: u64, segment: u64, growth: u64) -> u64 {
 }
 
 #[test]
-fn sixteen_million_tokens_are_computed_and_checked() {
+fn millions_of_tokens_are_computed_and_checked() {
     let folder = CommandFolder::new();
-    let record = record(&folder, "--tokens 16M");
-    assert_eq!(record["settings"]["ranks"], 16);
-    assert_eq!(record["pairs"].as_u64(), Some(pairs(1 << 24, 1024, 4)));
-    assert_eq!(record["checksum_rows"].as_u64(), Some(1 << 24));
+    let ranks = extent(2, 16);
+    let tokens = ranks << 20;
+    let record = record(&folder, &format!("--tokens {ranks}M"));
+    assert_eq!(record["settings"]["ranks"], ranks);
+    assert_eq!(record["pairs"].as_u64(), Some(pairs(tokens, 1024, 4)));
+    assert_eq!(record["checksum_rows"].as_u64(), Some(tokens));
     assert!(record["checked"]["rows"].as_u64() >= Some(4096));
     assert_eq!(record["checked"]["wrong"].as_u64(), Some(0));
     let planned = record["memory"]["planned"].as_object().unwrap();
@@ -90,6 +93,57 @@ fn the_checksum_does_not_depend_on_the_ranks_but_on_the_seed() {
             &folder,
             &format!("{options} --ranks 3 --dtype {dtype} --heads 2 --dim 16"),
         );
+    }
+}
+
+#[test]
+fn masks_are_computed_and_checked_in_f64() {
+    let folder = CommandFolder::new();
+    for (options, pairs) in [
+        // One branch of every token: 4096 of the last tokens, and 3 at the start.
+        ("--segment 20k --window 4095,0 --prefix 3", {
+            let (tokens, window, prefix) = (20 << 10, 4096, 3);
+            let row = |t: u64| (t + 1).min(window) + (t + 1).saturating_sub(window).min(prefix);
+            Some((0..tokens).map(row).sum::<u64>())
+        }),
+        ("--segment 128 --documents 7k,1,4095,9k", None),
+        (
+            "--segment 128 --documents 7k,13k --window 300,all --prefix 5",
+            None,
+        ),
+    ] {
+        let options = format!("--tokens 20k {options} --dim 16 --heads 2 --samples 200");
+        let base = record(&folder, &options);
+        assert_eq!(base["checked"]["wrong"].as_u64(), Some(0));
+        if let Some(pairs) = pairs {
+            assert_eq!(base["pairs"].as_u64(), Some(2 * pairs));
+        }
+        let masked = ["window 4095", "documents"];
+        let pattern = base["pattern"].as_str().unwrap();
+        assert!(
+            masked.iter().any(|word| pattern.contains(word)),
+            "{pattern}"
+        );
+        let tolerance = number(&base, "checksum_tolerance");
+        let other = record(&folder, &format!("{options} --ranks 5"));
+        let difference = (number(&other, "checksum") - number(&base, "checksum")).abs();
+        assert!(difference <= tolerance, "{difference} over {tolerance}");
+        assert_eq!(other["pairs"], base["pairs"]);
+    }
+}
+
+#[test]
+fn masks_that_do_not_fit_are_refused() {
+    let folder = CommandFolder::new();
+    let many = vec!["1"; (1 << 15) + 1].join(",");
+    for (options, words) in [
+        ("--documents 9,10", ["19 tokens", "20"]),
+        ("--prefix 3", ["--window", "required"]),
+        ("--window all,0 --prefix 3", ["--prefix", "no effect"]),
+        ("--window 3", ["--window", "1023,0"]),
+        (&format!("--documents {many}"), ["32769 documents", "32768"]),
+    ] {
+        folder.refuses(&format!("billion --tokens 20 {options}"), &words);
     }
 }
 
@@ -196,4 +250,11 @@ fn wrong_options_and_wrong_states_are_refused() {
         &["s is not the state of a run"],
     );
     folder.succeeds("billion --tokens 1k --state s --fresh");
+}
+
+/// The rounding of a score grows with its terms, and so does what is allowed.
+#[test]
+fn a_huge_head_dimension_is_right() {
+    let folder = CommandFolder::new();
+    folder.succeeds("billion --tokens 64 --ranks 2 --samples 4 --dim 20k --heads 1");
 }

@@ -16,6 +16,7 @@ mod files;
 mod foreign;
 mod golden;
 mod key_lengths;
+mod option_pairs;
 mod outputs;
 mod pages;
 mod plan;

@@ -16,12 +16,18 @@ const DEADLINE: u64 = 12;
 const CALL: &str = "attend in.safetensors -o out.safetensors --grad";
 const OUTPUT: &str = "out.safetensors";
 
-/// A folder with a call of a second or more, and its result.
-fn long_call() -> CommandFolder {
+/// A folder with a call of a second or more, and its result. The file has sinks for the options
+/// that ask for them.
+fn long_call(options: &str) -> CommandFolder {
     let folder = CommandFolder::new();
     folder.succeeds("generate in.safetensors --tokens 4k --heads 2 --dim 64 --grad");
+    let input = folder.join("in.safetensors");
+    let mut tensors = files::read(&input);
+    let sinks = files::StoredTensor::wave(safetensors::Dtype::F32, &[2], 0.5);
+    tensors.insert("sinks".to_string(), sinks);
+    files::write(&input, &tensors);
     folder.succeeds(&format!(
-        "attend in.safetensors -o threads.safetensors --grad --ranks {RANKS}"
+        "attend in.safetensors -o threads.safetensors --grad --ranks {RANKS} {options}"
     ));
     folder
 }
@@ -73,26 +79,33 @@ struct KilledCall {
     /// Whether the process had not ended before.
     lived: bool,
     killed: Instant,
+    succeeded: bool,
     lines: Vec<(Instant, String)>,
 }
 
 impl KilledCall {
-    /// Runs the call, and kills `victim` when its process has run for `after`.
-    fn run(folder: &CommandFolder, options: &str, victim: usize, after: Duration) -> KilledCall {
+    /// Runs the call, and kills `victim` when `wait`, which gets its process, returns.
+    fn run(
+        folder: &CommandFolder,
+        options: &str,
+        victim: usize,
+        wait: impl FnOnce(u32),
+    ) -> KilledCall {
         let arguments = format!("{CALL} --deadline {DEADLINE} {options}");
         let job = || encke_job(folder, RANKS, &arguments);
         let (running, process) = RunningJob::start(folder, victim, job);
-        std::thread::sleep(after);
+        wait(process);
         let at_work = is_at_work(folder);
         let lived = signal(process, "-KILL");
         let killed = Instant::now();
-        let (_, lines) = running.end(Duration::from_secs(3 * DEADLINE + 30));
+        let (status, lines) = running.end(Duration::from_secs(3 * DEADLINE + 30));
         all_ended(folder);
         KilledCall {
             victim,
             at_work,
             lived,
             killed,
+            succeeded: status.success(),
             lines,
         }
     }
@@ -113,6 +126,7 @@ impl KilledCall {
             std::fs::remove_file(output).unwrap();
             return true;
         }
+        assert!(!self.succeeded, "success without an output: {said}");
         let mut reported = 0;
         for rank in (0..RANKS).filter(|rank| *rank != self.victim) {
             let mark = format!("encke: rank {rank} of {RANKS}: ");
@@ -142,7 +156,7 @@ impl KilledCall {
 /// Kills ranks at instants spread over the call, checks what follows, and prints how it ended.
 /// `passes` decides about a call that was killed, and whether there was an output.
 fn kill_at_all_times(options: &str, tolerance: f64, passes: impl Fn(&KilledCall, bool) -> bool) {
-    let folder = long_call();
+    let folder = long_call(options);
     let job = || encke_job(&folder, RANKS, &format!("{CALL} {options}"));
     let (running, _) = RunningJob::start(&folder, 0, job);
     let since = Instant::now();
@@ -158,7 +172,8 @@ fn kill_at_all_times(options: &str, tolerance: f64, passes: impl Fn(&KilledCall,
         let victim = (chance % RANKS as u64) as usize;
         let place = run as f64 + (chance >> 32) as f64 / 2f64.powi(32);
         let after = time.mul_f64(place / wanted as f64);
-        let killed = KilledCall::run(&folder, options, victim, after);
+        let wait = |_| std::thread::sleep(after);
+        let killed = KilledCall::run(&folder, options, victim, wait);
         let at = format!("run {run}: rank {victim} after {after:?}");
         let when = match (killed.lived, killed.at_work) {
             (false, _) => "after its end",
@@ -198,6 +213,45 @@ fn with_redundancy_a_call_survives_a_killed_rank() {
     }
 }
 
+/// Open MPI crashes when it learns of a death before a communicator is complete, which is in
+/// `MPI_Init` and `MPI_Comm_dup`: the crash, too, is one line and an error.
+#[test]
+fn a_death_while_mpi_starts_is_an_error() {
+    if !ulfm("a_death_while_mpi_starts_is_an_error") {
+        return;
+    }
+    let folder = long_call("");
+    for run in 0..kills(8) {
+        let chance = random(run as u64);
+        let victim = (chance % RANKS as u64) as usize;
+        let within = [10, 50, 200][run % 3];
+        let after = Duration::from_millis((chance >> 32) % within);
+        let wait = |process| {
+            while maps(process, "/dev/shm/sm_segment") == Some(false) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            std::thread::sleep(after);
+        };
+        let killed = KilledCall::run(&folder, "", victim, wait);
+        println!("run {run}: rank {victim} {after:?} after the start of MPI");
+        killed.check(&folder, 0.0);
+    }
+}
+
+/// Whether a process has mapped a file whose path begins so; `None` if there is no such process.
+fn maps(process: u32, path: &str) -> Option<bool> {
+    let maps = std::fs::read_to_string(format!("/proc/{process}/maps")).ok()?;
+    (!maps.is_empty()).then(|| maps.contains(path))
+}
+
+#[test]
+fn with_redundancy_a_call_with_sinks_survives_a_killed_rank() {
+    if ulfm("with_redundancy_a_call_with_sinks_survives_a_killed_rank") {
+        let passes = |killed: &KilledCall, finished| finished || !killed.at_work;
+        kill_at_all_times("--sinks --causal --redundancy 1", 2e-5, passes);
+    }
+}
+
 #[test]
 fn a_process_that_does_not_start_mpi_is_an_error() {
     if !ulfm("a_process_that_does_not_start_mpi_is_an_error") {
@@ -226,7 +280,7 @@ fn a_process_that_does_not_start_mpi_is_an_error() {
 
 #[test]
 fn a_stopped_rank_exceeds_the_deadline_of_the_others() {
-    let folder = long_call();
+    let folder = long_call("");
     let victim = 1;
     let arguments = format!("{CALL} --deadline 3");
     let job = || encke_job(&folder, RANKS, &arguments);

@@ -4,6 +4,7 @@
 //! what to do. It checks text only; rustfmt and clippy check the rest.
 
 mod files;
+mod imports;
 mod types;
 
 use std::process::Command;
@@ -60,6 +61,15 @@ fn type_names_are_unique_in_the_workspace() {
     none(
         findings,
         "Rename all but one of each: a type name means one thing in this workspace.",
+    );
+}
+
+#[test]
+fn no_circle_of_imports_has_more_than_two_files() {
+    let circles = imports::circles(&sources());
+    none(
+        circles.iter().map(|circle| circle.join(", ")).collect(),
+        "Move what two of the files share into a file that imports neither.",
     );
 }
 

@@ -15,8 +15,11 @@ use crate::job::{Band, Job, Mask, Operand};
 
 /// The largest numbers of queries and keys of a case: small, but beyond the tile sizes of kernels.
 const SIZES: [(usize, usize); 6] = [(8, 8), (40, 40), (8, 200), (200, 8), (200, 200), (200, 200)];
+/// The same for cases with few queries and many keys, which have half as many keys at least.
+const LONG_SIZES: [(usize, usize); 4] = [(1, 2000), (4, 1500), (9, 1500), (16, 1200)];
 /// Multiplications per job above which batch, segments and heads are reduced.
 const WORK: usize = 500_000;
+const LONG_WORK: usize = 4_000_000;
 /// One job and the keys it reads.
 #[derive(Debug, Clone)]
 pub(super) struct CaseJob {
@@ -60,7 +63,9 @@ impl Case {
     /// The case of a seed, with values that are exact in `dtype`.
     pub fn new(seed: u64, dtype: DType, suite: KernelSuite) -> Case {
         let mut random = Random::new(seed);
-        let sizes = CaseSizes::new(&mut random, suite.dims);
+        let sizes = CaseSizes::new(&mut random, suite);
+        // Where keys are many, so are the positions of queries: causal masks show some of them.
+        let positions = if suite.long_keys { 2 * sizes.keys } else { 40 };
         let rows = sizes.row_counts(sizes.queries);
         let own = shuffled(&mut random, sizes.heads);
         let q = Layout::new(&mut random, rows, &own, sizes.dim);
@@ -76,7 +81,7 @@ impl Case {
         let gain = random.pick(&[1.0, 0.5, 0.3]);
         let shared = QueryOperands {
             gain,
-            queries: (random.below(40), random.pick(&[1, 1, 2, 3])),
+            queries: (random.below(positions), random.pick(&[1, 1, 2, 3])),
             q: &q.operand,
             cells: &cells.operand,
             dq: dq.as_ref().map(|layout| &layout.operand),
@@ -222,17 +227,22 @@ struct CaseSizes {
 }
 
 impl CaseSizes {
-    fn new(random: &mut Random, dims: &[usize]) -> CaseSizes {
-        let dim = random.pick(dims);
-        let (most_queries, most_keys) = random.pick(&SIZES);
-        let (queries, keys) = (1 + random.below(most_queries), 1 + random.below(most_keys));
+    fn new(random: &mut Random, suite: KernelSuite) -> CaseSizes {
+        let dim = random.pick(suite.dims);
+        let (work, (most_queries, most_keys)) = match suite.long_keys {
+            true => (LONG_WORK, random.pick(&LONG_SIZES)),
+            false => (WORK, random.pick(&SIZES)),
+        };
+        let least_keys = if suite.long_keys { most_keys / 2 } else { 0 };
+        let queries = 1 + random.below(most_queries);
+        let keys = least_keys + 1 + random.below(most_keys - least_keys);
         let mut counts = [
             1 + random.below(2),
             1 + random.below(3),
             1 + random.below(6),
         ];
         for axis in 0..3 {
-            while counts[axis] > 1 && counts.iter().product::<usize>() * queries * keys * dim > WORK
+            while counts[axis] > 1 && counts.iter().product::<usize>() * queries * keys * dim > work
             {
                 counts[axis] -= 1;
             }

@@ -4,7 +4,7 @@
 //! without keys, are filled with NaN and infinities here.
 
 use super::bench::KernelBench;
-use super::case::Case;
+use super::case::{Case, PairAddresses};
 use super::failure::Failure;
 use super::random::Random;
 use super::results::{CaseGradients, ForwardResults};
@@ -120,6 +120,111 @@ pub(super) fn broken<K: Kernel>(
     let grown_then = bench.backward(&other, &after)?;
     let seen = |part: usize, i: usize| keys[part][i];
     same_gradients(bench, &what, grown, &grown_then, |i| queries[i], seen)
+}
+
+/// A value, or an output gradient, that is not finite must not change any bit of what its dropped
+/// pairs add to.
+pub(super) fn dropped<K: Kernel>(
+    bench: &KernelBench<'_, K>,
+    case: &Case,
+    results: &ForwardResults,
+    carry: &Carry<Data>,
+    grown: &CaseGradients,
+) -> Result<(), Failure> {
+    let is_dropped = |pair: &PairAddresses| {
+        let job = &case.parts[pair.part].job;
+        job.dropout_factor(pair.at, pair.query_row, pair.key_row) == 0.0
+    };
+    let mut pairs = Vec::new();
+    case.pairs(|pair| {
+        if results.lse[pair.cell] != f64::NEG_INFINITY && is_dropped(&pair) {
+            pairs.push((pair.part, pair.value, pair.cell));
+        }
+    });
+    if pairs.is_empty() || !bench.suite.dropped_values {
+        return Ok(());
+    }
+    let mut random = Random::new(bench.seed ^ 0xd20b);
+    let (part, value, cell) = pairs[random.below(pairs.len())];
+    let channel = random.below(case.value_dim);
+    let element = random.pick(&[f64::NAN, f64::INFINITY, f64::NEG_INFINITY]);
+
+    let mut other = case.clone();
+    other.parts[part].v[value + channel] = element;
+    let mut seen = SeenPairs::new(case);
+    case.pairs(|pair| {
+        if (pair.part, pair.value) == (part, value) && !is_dropped(&pair) {
+            seen.add(case, &pair);
+        }
+    });
+    let what = format!("{element} in the value at {value} of job {part}, where it is dropped,");
+    let after = bench.forward(&other)?;
+    bench.unchanged(&what, &carry.m, &after.m, |_| false)?;
+    bench.unchanged(&what, &carry.l, &after.l, |_| false)?;
+    let free = |i: usize| seen.cells[i / case.value_dim];
+    bench.unchanged(&what, &carry.acc, &after.acc, free)?;
+    seen.check(
+        bench,
+        &what,
+        grown,
+        &bench.backward(&other, results)?,
+        |_, _| false,
+    )?;
+
+    let mut other = case.clone();
+    other.dout[cell * case.value_dim + channel] = element;
+    let (mut seen, values) = (SeenPairs::new(case), case.parts.iter());
+    let mut values: Vec<Vec<bool>> = values.map(|part| vec![false; part.v.len()]).collect();
+    case.pairs(|pair| {
+        if pair.cell == cell && !is_dropped(&pair) {
+            seen.add(case, &pair);
+            values[pair.part][pair.value..pair.value + case.value_dim].fill(true);
+        }
+    });
+    let what = format!("{element} in the output gradient of cell {cell}, for dropped keys,");
+    let after = bench.backward(&other, results)?;
+    seen.check(bench, &what, grown, &after, |part, i| values[part][i])
+}
+
+/// What some pairs add to: cells, and elements of dq and of dk.
+struct SeenPairs {
+    cells: Vec<bool>,
+    queries: Vec<bool>,
+    keys: Vec<Vec<bool>>,
+}
+
+impl SeenPairs {
+    fn new(case: &Case) -> SeenPairs {
+        let keys = case.parts.iter().map(|part| vec![false; part.k.len()]);
+        SeenPairs {
+            cells: vec![false; case.cells],
+            queries: vec![false; case.dq.len()],
+            keys: keys.collect(),
+        }
+    }
+
+    fn add(&mut self, case: &Case, pair: &PairAddresses) {
+        self.cells[pair.cell] = true;
+        self.queries[pair.dq..pair.dq + case.dim].fill(true);
+        self.keys[pair.part][pair.key..pair.key + case.dim].fill(true);
+    }
+
+    /// Fails if gradients differ elsewhere; those of values, where `free_value` is false.
+    fn check<K: Kernel>(
+        &self,
+        bench: &KernelBench<'_, K>,
+        what: &str,
+        before: &CaseGradients,
+        after: &CaseGradients,
+        free_value: impl Fn(usize, usize) -> bool,
+    ) -> Result<(), Failure> {
+        bench.same_gradient(what, &before.dq, &after.dq, |i| self.queries[i])?;
+        for (part, (x, y)) in before.keys.iter().zip(&after.keys).enumerate() {
+            bench.same_gradient(what, &x.0, &y.0, |i| self.keys[part][i])?;
+            bench.same_gradient(what, &x.1, &y.1, |i| free_value(part, i))?;
+        }
+        Ok(())
+    }
 }
 
 /// Fails if any bit of a carry differs in a cell for which `free` is false.

@@ -127,6 +127,7 @@ fn attention<K: Kernel>(bench: &KernelBench<'_, K>, case: &Case) -> Result<(), F
     hidden::queries(bench, case, &results, &grown)?;
     hidden::broken(bench, case, &results, &grown)?;
     hidden::keys(bench, case, &results, &carry, &grown)?;
+    hidden::dropped(bench, case, &results, &carry, &grown)?;
     documents::separate(bench, case, &results, &carry, &grown)
 }
 

@@ -72,11 +72,12 @@ fn pieces(random: &mut Random, [queries, keys]: [usize; 2], needs_positions: boo
     let (mut query, mut key) = (0, 0);
     let mut pieces = Vec::new();
     let most = random.pick(&[3, 20, 60, 200]);
+    let most_keys = most * keys.div_ceil(200).max(1);
     while query < queries {
         let rows = query..(query + 1 + random.below(most)).min(queries);
         let count = match random.once_in(6) {
             true => 0,
-            false => 1 + random.below(most),
+            false => 1 + random.below(most_keys),
         };
         let of_keys = key..(key + count).min(keys);
         (query, key) = (rows.end, of_keys.end);

@@ -12,6 +12,7 @@ mod cells;
 mod configuration;
 mod documents;
 mod dropout;
+mod extent;
 mod failure;
 mod hidden;
 mod kernel;
@@ -32,6 +33,7 @@ mod transport;
 mod value_dims;
 
 pub use self::configuration::{CallTensors, Configuration, random_mask, random_pattern};
+pub use self::extent::extent;
 pub use self::failure::Failure;
 pub use self::kernel::kernel;
 pub use self::merge::merge;

@@ -26,6 +26,11 @@ pub struct KernelSuite {
     pub value_dims: bool,
     /// Whether to test dropout.
     pub dropout: bool,
+    /// Whether a dropped pair leaves out its value also where that is not finite.
+    pub dropped_values: bool,
+    /// Whether cases have few queries and thousands of keys, which kernels may split; otherwise
+    /// they have at most 200 of each.
+    pub long_keys: bool,
     /// (i, n): run the i-th of n shares of the cases, for parallel test runs.
     pub share: (u64, u64),
 }
@@ -42,6 +47,8 @@ impl Default for KernelSuite {
             document_bits: true,
             value_dims: true,
             dropout: true,
+            dropped_values: true,
+            long_keys: false,
             share: (0, 1),
         }
     }

@@ -105,7 +105,7 @@ fn share(request: &Request, lanes: &[Lane], sharding: &Sharding, index: usize) -
         ..request.clone()
     };
     HeadShare {
-        plan: Plan::with_lanes(request, lanes.collect(), slots.len()),
+        plan: Plan::with_lanes(request, lanes.collect(), slots.len(), Vec::new()),
         heads,
         kv_heads,
         slots,

@@ -48,7 +48,7 @@ use crate::error::{Error, Result};
 use program::RankPlan;
 pub use request::{Pass, Queries, Request};
 pub use schedule::Schedule;
-pub use topology::Plan;
+pub use topology::{Plan, Topology};
 
 impl Plan {
     /// The program of one rank.
@@ -77,7 +77,11 @@ impl Plan {
     /// The same, made once and kept with the plan.
     pub fn program(&self, rank: usize) -> Result<Arc<RankPlan>> {
         if let Some(made) = self.programs.get(rank).and_then(OnceLock::get) {
-            return Ok(Arc::clone(made));
+            let mut made = Arc::clone(made);
+            if let Some(dropout) = self.request.dropout {
+                Arc::make_mut(&mut made).set_seed(dropout.seed());
+            }
+            return Ok(made);
         }
         let made = Arc::new(self.rank(rank)?);
         Ok(Arc::clone(self.programs[rank].get_or_init(|| made)))

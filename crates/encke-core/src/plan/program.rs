@@ -495,6 +495,18 @@ impl RankPlan {
         memory
     }
 
+    /// Sets the seed of the dropout of every job that has dropout.
+    pub fn set_seed(&mut self, seed: u64) {
+        for round in &mut self.rounds {
+            let tasks = round.before.iter_mut().chain(&mut round.meanwhile);
+            for job in tasks.filter_map(Task::job_mut) {
+                if let Some(of) = &mut job.dropout {
+                    of.dropout = of.dropout.with_seed(seed);
+                }
+            }
+        }
+    }
+
     /// Every job, in the order of execution.
     pub fn jobs(&self) -> impl Iterator<Item = &Job> {
         self.rounds

@@ -11,12 +11,12 @@ use serde::Serialize;
 use super::rings::Rotating;
 use super::schedule::Schedule;
 use crate::bits::{Bits, TileGrid};
+use crate::congruence::gcd;
 use crate::dropout::Dropout;
 use crate::dtype::DType;
 use crate::error::{Error, Result, check_steps, product};
 use crate::job::ScoreTransform;
 use crate::pattern::{LaneHead, Mode, Pattern};
-use crate::rows::gcd;
 use crate::scores::Scores;
 use crate::shape::Shape;
 use crate::sharding::{Cut, Run, Sharding};
@@ -68,7 +68,7 @@ pub struct Request {
     pub softcap: Option<f64>,
     /// The ALiBi slope of each query head: slope times distance is subtracted from the score.
     pub slopes: Option<Arc<[f64]>>,
-    /// Which pairs are dropped after the softmax.
+    /// Which pairs are dropped after the softmax. A plan does not depend on the seed.
     pub dropout: Option<Dropout>,
     /// The direction.
     pub pass: Pass,
@@ -108,7 +108,7 @@ impl Request {
         let cut = self.sharding.cut();
         let sharding = match self.bits.tile() {
             Some(tile) if matches!(cut, Cut::Contiguous | Cut::Firsts(_)) => {
-                TileGrid::new(&self.pattern, &self.shape, tile).contiguous(ranks)
+                TileGrid::new(&self.pattern, &self.shape, tile)?.contiguous(ranks)
             }
             _ => Sharding::new(ranks, cut.clone()),
         };
@@ -116,6 +116,12 @@ impl Request {
             sharding: sharding?,
             ..self
         })
+    }
+
+    /// This request with another seed of its dropout, if it has any.
+    pub fn with_seed(mut self, seed: u64) -> Request {
+        self.dropout = self.dropout.map(|dropout| dropout.with_seed(seed));
+        self
     }
 
     /// The schedule that divides heads among as many ranks of a node of `node` ranks as possible;
@@ -147,16 +153,8 @@ impl Request {
 
     /// The queries of `rank`, by index in q.
     pub fn query_runs(&self, rank: usize) -> Vec<Run> {
-        let (runs, positions) = (
-            self.sharding.runs(self.shape.tokens, rank),
-            self.positions(),
-        );
-        let index = |run: Run| Run {
-            first: run.first - positions.start,
-            ..run
-        };
-        let runs = runs.iter().filter_map(|run| run.within(&positions));
-        runs.map(index).collect()
+        self.sharding
+            .query_runs(self.shape.tokens, rank, &self.positions())
     }
 
     /// How scores are computed, without sinks.
@@ -343,7 +341,7 @@ impl Request {
         if let Some((_, what, hint)) = refusals.into_iter().find(|(refused, ..)| *refused) {
             return Err(Error::BitsOption { what, hint });
         }
-        TileGrid::new(&self.pattern, &self.shape, tile).check(&self.sharding)
+        TileGrid::new(&self.pattern, &self.shape, tile)?.check(&self.sharding)
     }
 
     fn check_transform(&self) -> Result<()> {

@@ -2,7 +2,11 @@
 //!
 //! Nothing here belongs to one rank; the programs of single ranks are built from it (`forward.rs`,
 //! `backward.rs`). Its size does not depend on the number of tokens.
+//!
+//! The seed of dropout decides nothing here: plans that differ in it alone share all else, and a
+//! cached plan serves a call with another seed ([`Plan::with_seed`]).
 
+use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
 use super::head_shares::{self, HeadShare};
@@ -20,6 +24,12 @@ use crate::rows::{Group, Shards};
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub(super) request: Request,
+    topology: Arc<Topology>,
+}
+
+/// What plans share that differ in the seed of dropout alone.
+#[derive(Debug)]
+pub struct Topology {
     pub(super) shards: Shards,
     pub(super) lanes: Vec<Lane>,
     /// Head offsets of each lane.
@@ -36,8 +46,16 @@ pub struct Plan {
     pub(super) groups_of: Vec<Vec<(usize, usize)>>,
     /// (ring, member index) of each rank.
     pub(super) rings_of: Vec<Vec<(usize, usize)>>,
-    /// The programs that [`Plan::program`] has made.
+    /// The programs that [`Plan::program`] has made, with the seed of the plan that made them.
     pub(super) programs: Vec<OnceLock<Arc<RankPlan>>>,
+}
+
+impl Deref for Plan {
+    type Target = Topology;
+
+    fn deref(&self) -> &Topology {
+        &self.topology
+    }
 }
 
 impl Plan {
@@ -47,14 +65,16 @@ impl Plan {
         let lanes = request.pattern.lanes(&request.shape);
         let slots = request.pattern.slots(request.shape.heads).len();
         let shares = head_shares::shares(&request, &lanes)?;
-        Ok(Plan {
-            shares,
-            ..Plan::with_lanes(request, lanes, slots)
-        })
+        Ok(Plan::with_lanes(request, lanes, slots, shares))
     }
 
     /// The plan of a request that was checked, with these of its lanes.
-    pub(super) fn with_lanes(request: Request, lanes: Vec<Lane>, slots: usize) -> Plan {
+    pub(super) fn with_lanes(
+        request: Request,
+        lanes: Vec<Lane>,
+        slots: usize,
+        shares: Vec<HeadShare>,
+    ) -> Plan {
         let ranks = request.sharding.ranks();
         let shards = Shards::new(&request.sharding, request.shape.tokens, &request.pattern)
             .with_queries(request.positions());
@@ -77,15 +97,14 @@ impl Plan {
             }
         }
         let layout = |ring: &Ring| NodeLayout::new(ring, request.schedule.node);
-        Plan {
+        let topology = Topology {
             layouts: rings.iter().map(layout).collect(),
             heads: lanes
                 .iter()
                 .map(|lane| HeadAddresses::new(lane, &request.shape))
                 .collect(),
             slots,
-            shares: Vec::new(),
-            request,
+            shares,
             shards,
             lanes,
             groups,
@@ -93,7 +112,24 @@ impl Plan {
             groups_of,
             rings_of,
             programs: vec![OnceLock::new(); ranks],
+        };
+        Plan {
+            request,
+            topology: Arc::new(topology),
         }
+    }
+
+    /// This plan for a call with another seed of its dropout. Decides nothing again.
+    pub fn with_seed(&self, seed: u64) -> Plan {
+        Plan {
+            request: self.request.clone().with_seed(seed),
+            topology: Arc::clone(&self.topology),
+        }
+    }
+
+    /// Whether one plan is the other with another seed, or the same one.
+    pub fn differs_in_seed_alone(&self, other: &Plan) -> bool {
+        Arc::ptr_eq(&self.topology, &other.topology)
     }
 
     /// The request.

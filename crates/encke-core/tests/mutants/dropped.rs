@@ -28,6 +28,27 @@ pub fn leave_out_dropped(job: &Job, [q, k]: [Slice<'_>; 2], carry: &mut Carry<Da
     }
 }
 
+/// Adds 0 times the values of dropped pairs to the rows that see them.
+pub fn poison_dropped(job: &Job, v: Slice<'_>, carry: &mut Carry<Data>) {
+    if job.dropout.is_none() {
+        return;
+    }
+    for at in heads(job) {
+        let (b, s, h) = at;
+        for i in 0..job.queries {
+            let cell = job.cells.at(b, s, i, h) * job.value_dim;
+            let dropped = |j: &usize| job.dropout_factor(at, i, *j) == 0.0;
+            for j in job.visible(i).filter(dropped) {
+                let value = job.value(job.k.at(b, s, j, h));
+                for c in 0..job.value_dim {
+                    let x = carry.acc.as_slice().get(cell + c) + 0.0 * v.get(value + c);
+                    carry.acc.set(cell + c, x);
+                }
+            }
+        }
+    }
+}
+
 /// v as a kernel finds it that reads rows of values at the addresses of keys.
 pub fn values_where_keys_are(job: &Job, v: Slice<'_>) -> Data {
     let mut found = v.to_f64();

@@ -91,6 +91,8 @@ pub enum KernelFault {
     CoinOfLocalHead,
     /// Dropped pairs are left out of the denominator.
     DroppedLeavesDenominator,
+    /// Dropped pairs contribute with a weight of 0, and 0 times infinity is NaN.
+    DroppedValuesPoison,
     /// The backward pass ignores dropout.
     BackwardIgnoresCoin,
     /// Values are read at the addresses of keys, whatever their width is.
@@ -98,7 +100,7 @@ pub enum KernelFault {
 }
 
 /// All faults but `None`.
-pub const FAULTS: [KernelFault; 45] = [
+pub const FAULTS: [KernelFault; 46] = [
     KernelFault::CausalSignFlipped,
     KernelFault::CausalOnIndices,
     KernelFault::CausalIgnored,
@@ -142,6 +144,7 @@ pub const FAULTS: [KernelFault; 45] = [
     KernelFault::CoinIgnoresDocument,
     KernelFault::CoinOfLocalHead,
     KernelFault::DroppedLeavesDenominator,
+    KernelFault::DroppedValuesPoison,
     KernelFault::BackwardIgnoresCoin,
     KernelFault::ValuesWhereKeysAre,
 ];

@@ -21,7 +21,7 @@ use encke_core::plan::Pass;
 use encke_core::sharding::Run;
 use encke_core::{DType, Data, Tensor, View};
 
-use dropped::{leave_out_dropped, values_where_keys_are};
+use dropped::{leave_out_dropped, poison_dropped, values_where_keys_are};
 use fault::{FAULTS, KernelFault};
 use misread::misread;
 
@@ -177,6 +177,7 @@ impl KernelMutant {
             KernelFault::OldPartNotRescaled => add_unscaled(&old, carry, &inside, job.value_dim),
             KernelFault::MaxNotRounded => shift_max(carry, &inside, job.value_dim),
             KernelFault::MaskedKeysPoison => poison(&job, v, carry),
+            KernelFault::DroppedValuesPoison => poison_dropped(&job, v, carry),
             KernelFault::DroppedLeavesDenominator => leave_out_dropped(&job, [q, k], carry),
             KernelFault::OneRowPast => {
                 let past = cells(&job, 1).into_iter().filter(|x| !inside.contains(x));
@@ -444,13 +445,25 @@ impl Kernel for KernelMutant {
 
 #[test]
 fn the_oracle_passes_in_every_type() {
-    conformance::kernel(&NaiveKernel, &DType::ALL).unwrap();
+    let suite = KernelSuite::of_this_run();
+    suite.run(&NaiveKernel, &DType::ALL).unwrap();
 }
 
 #[test]
 fn the_oracle_passes_with_negative_and_zero_scales() {
     let suite = KernelSuite {
         signs: true,
+        ..KernelSuite::of_this_run()
+    };
+    suite.run(&NaiveKernel, &[DType::F64, DType::Bf16]).unwrap();
+}
+
+#[test]
+fn the_oracle_passes_with_few_queries_and_many_keys() {
+    let suite = KernelSuite {
+        dims: &[8, 16],
+        long_keys: true,
+        share: (0, 20),
         ..KernelSuite::default()
     };
     suite.run(&NaiveKernel, &[DType::F64, DType::Bf16]).unwrap();
@@ -460,7 +473,7 @@ fn the_oracle_passes_with_negative_and_zero_scales() {
 fn mutants_fail_without_bitwise_repeatability_too() {
     let suite = KernelSuite {
         repeatable: false,
-        ..KernelSuite::default()
+        ..KernelSuite::of_this_run()
     };
     suite.run(&NaiveKernel, &[DType::F32]).unwrap();
     let unsteady = |fault: &KernelFault| *fault != KernelFault::FinishEpsilon;
@@ -494,13 +507,17 @@ fn on_all_cores(
 
 #[test]
 fn the_wrapper_without_a_fault_passes() {
-    conformance::kernel(&KernelMutant(KernelFault::None), &[DType::F64]).unwrap();
+    let suite = KernelSuite::of_this_run();
+    suite
+        .run(&KernelMutant(KernelFault::None), &[DType::F64])
+        .unwrap();
 }
 
 #[test]
 fn every_kernel_mutant_fails() {
     on_all_cores(FAULTS.into_iter(), |fault| {
-        let result = conformance::kernel(&KernelMutant(fault), &[DType::F64]);
+        let suite = KernelSuite::of_this_run();
+        let result = suite.run(&KernelMutant(fault), &[DType::F64]);
         let failure = result.expect_err(&format!("{fault:?} passed"));
         println!("{fault:?} failed: {failure}");
     });
@@ -511,7 +528,8 @@ fn large_faults_fail_in_narrow_types_too() {
     let large = |fault: &KernelFault| *fault != KernelFault::FinishEpsilon;
     on_all_cores(FAULTS.into_iter().filter(large), |fault| {
         for dtype in [DType::F32, DType::Bf16, DType::F16] {
-            let result = conformance::kernel(&KernelMutant(fault), &[dtype]);
+            let suite = KernelSuite::of_this_run();
+            let result = suite.run(&KernelMutant(fault), &[dtype]);
             assert!(result.is_err(), "{fault:?} passed in {dtype}");
         }
     });

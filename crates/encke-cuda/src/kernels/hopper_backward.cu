@@ -22,17 +22,20 @@ template <int N> DEV void issue_sum(float (&sum)[HD / 2], const u32 (&left)[N], 
     MMA_ACC(sum, left[4 * k], left[4 * k + 1], left[4 * k + 2], left[4 * k + 3],
         further(b, k * 2048), 1);
 }
-// Waits for block n's queries and issues S^T. Without such a block it issues S^T of stale data,
-// which is never used.
-DEV void begin_scores(float (&s)[BQ / 2], const HopperBackward& w, const Shared& m, u32 n,
-    bool exists, int warpgroup) {
+// Waits until block n's queries are loaded. They are waited for while the products of the block
+// before are computed: its own scores can then begin at once.
+DEV void wait_queries(const HopperBackward& w, const Shared& m, u32 n, bool exists, int warpgroup) {
   const u32 stage = stage_of<STAGES>(n), parity = parity_of<STAGES>(n);
   if (exists) barrier_wait(m.q_full + 8 * stage, parity);
   if (exists && unmasked_from(m, warpgroup) == NEVER && w.control[NONFINITE_QUERIES] != 0) {
     barrier_wait(m.o_full + 8 * stage, parity);
     zero_nonfinite_queries(m.q + stage * Q_BYTES, m.o + stage * Q_BYTES, m.lse + stage * BQ * 4);
   }
-  wgmma_fence(); issue_scores(s, m.k + warpgroup * 64 * 128, m.q + stage * Q_BYTES); wgmma_commit();
+}
+// Issues S^T of block n. Without such a block this is S^T of stale data, which is never used.
+DEV void begin_scores(float (&s)[BQ / 2], const Shared& m, u32 n, int warpgroup) {
+  const u32 q = m.q + stage_of<STAGES>(n) * Q_BYTES;
+  wgmma_fence(); issue_scores(s, m.k + warpgroup * 64 * 128, q); wgmma_commit();
 }
 
 // Issues dQ of block n. A warpgroup has half of the columns, or half of the rows if there are 128.
@@ -108,10 +111,10 @@ template <bool HIDES> DEV void process_block(float (&s)[BQ / 2], float (&dk)[HD 
   wgmma_fence(); issue_sum(dk, ds, q); wgmma_commit();
   wgmma_wait<1>();
   if (!is_first) finish_dq(dq, w, m, n - 1, warpgroup, warp, lane);
+  wait_queries(w, m, n + 1, block_of(n + 1) < (u32)tile_word(m, n, LAST), warpgroup);
   wgmma_wait<0>();
   if (lane == 0) barrier_arrive(m.empty + 8 * stage);
-  // After the last block these scores are not used.
-  begin_scores(s, w, m, n + 1, block_of(n + 1) < (u32)tile_word(m, n, LAST), warpgroup);
+  begin_scores(s, m, n + 1, warpgroup);
 }
 
 DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread) {
@@ -127,7 +130,8 @@ DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
   int block = tile_word(m, n, START);
   bool masked = is_masked(m, warpgroup, block),
        more = block_of(n) < (u32)tile_word(m, n, LAST);
-  begin_scores(s, w, m, n, more, warpgroup);
+  wait_queries(w, m, n, more, warpgroup);
+  begin_scores(s, m, n, warpgroup);
   wgmma_wait<0>();
   bool is_first = true;
   #pragma unroll 1

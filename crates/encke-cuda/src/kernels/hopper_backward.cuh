@@ -25,7 +25,7 @@
 //
 // Macros: HD head dimension in steps of 16 (the job's may be smaller: missing columns read as
 // zero), BQ queries per block, STAGES pipeline stages of blocks, DQ_STAGES staging buffers of
-// finished dQ.
+// finished dQ, SCALES_DQ whether dQ is multiplied by its gain (0: dS includes all of the scale).
 
 #define WIDE (HD > 128)
 #define BK (WIDE ? 64 : 128)
@@ -498,7 +498,7 @@ DEV void stage_dq(u32 to, const float (&dq)[32], float gain, int lane) {
                   y = odd ? dq[4 * (i ^ 2) + 2 * down + 1] : dq[4 * i + 2 * down + 1];
       store_shared(to + (i / 4) * (BQ * 128) + row + down * 1024 +
                        (((column * 32) + (lane & 2) * 8) ^ swizzle) + in_chunk,
-          x * gain, y * gain);
+          SCALES_DQ ? x * gain : x, SCALES_DQ ? y * gain : y);
     }
   }
   fence_async();

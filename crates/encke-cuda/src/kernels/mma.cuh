@@ -35,6 +35,11 @@ DEV void copy4(u32 to, const void* from, bool real) {
 // Waits for all copies of this thread. Those of other threads are visible after the next
 // __syncthreads.
 DEV void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Ends a group of copies of this thread, and waits for all groups but the last PENDING.
+DEV void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DEV void copies_done_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 // Four 8x8 matrices of 16-bit elements. Lane 8i + r gives the address of row r of matrix i; each
 // lane gets elements 2(lane % 4) and 2(lane % 4) + 1 of row lane / 4 of every matrix (of that

@@ -11,69 +11,6 @@
 //
 // Scores are in base 2 (times scale * log2 e); the carry in memory is in natural units.
 
-// The state of an online softmax: this thread's rows, and its part of their sums (quads are summed
-// last).
-struct Softmax { float m[MT][2], l[MT][2]; };
-
-// One step of the online softmax: scores become weights relative to the running maximum, and
-// earlier sums are rescaled.
-DEV void online_softmax(
-    Softmax& state, float (&s)[MT][BLOCK / 8][4], float (&acc)[MT][VD / 8][4], float c) {
-  #pragma unroll
-  for (int mt = 0; mt < MT; mt++)
-    #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float row_max = neg_inf();
-      #pragma unroll
-      for (int n = 0; n < BLOCK / 8; n++)
-        row_max = fmaxf(row_max, fmaxf(s[mt][n][2 * half], s[mt][n][2 * half + 1]));
-      float m = fmaxf(state.m[mt][half], quad_max(row_max) * c);
-      float origin =
-          m == neg_inf() ? 0.f : m;   // a row that saw no key: every weight is exp2(-inf)
-      float rescale = exp2_fast(state.m[mt][half] - origin), sum = 0.f;
-      #pragma unroll
-      for (int n = 0; n < BLOCK / 8; n++)
-        #pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; e++) {
-          s[mt][n][e] = exp2_fast(fmaf(s[mt][n][e], c, -origin));
-          sum += s[mt][n][e];
-        }
-      state.m[mt][half] = m;
-      state.l[mt][half] = fmaf(state.l[mt][half], rescale, sum);
-      #pragma unroll
-      for (int n = 0; n < VD / 8; n++) {
-        acc[mt][n][2 * half] *= rescale;
-        acc[mt][n][2 * half + 1] *= rescale;
-      }
-    }
-}
-
-// The key rows that a row of the tile sees, kept from address `limits` on: all ends, then all
-// starts.
-DEV Range seen_by(u32 limits, int row) {
-#if MASKED
-  const int start = (int)load_shared(limits + (TILE + row) * 4);
-#else
-  const int start = 0;
-#endif
-  return Range{start, (int)load_shared(limits + row * 4)};
-}
-
-// Masks the scores of keys that a row does not see, in a block that begins at `key`.
-DEV void apply_mask(float (&s)[MT][BLOCK / 8][4], int key, u32 limits) {
-  #pragma unroll
-  for (int r = 0; r < 2 * MT; r++) {
-    const Range seen = seen_by(limits, own_row(r / 2, r % 2));
-    const int start = seen.start - key, limit = seen.end - key;
-    #pragma unroll
-    for (int n = 0; n < BLOCK / 8; n++)
-      #pragma unroll
-      for (int e = 0; e < 2; e++)
-        if (own_column(n) + e >= limit || (MASKED && own_column(n) + e < start))
-          s[r / 2][n][r % 2 * 2 + e] = neg_inf();
-  }
-}
-
 #if SOFTCAP || SLOPES
 // Scores in natural units from products; `slope` counts from the first row of the tile and from the
 // first key of the block.
@@ -119,15 +56,6 @@ DEV void drop_pairs(float (&s)[MT][BLOCK / 8][4], u32 coins, float kept) {
     }
 }
 #endif
-
-// For a negative scale, negates the queries, so that the largest product is the largest score.
-DEV void negate_queries(u32 tile) {
-  for (int i = threadIdx.x; i < TILE * HD / 2; i += THREADS) {
-    u32 address = tile + (i / (HD / 2) * PITCH(HD) + i % (HD / 2) * 2) * 2;
-    store_shared(address, load_shared(address) ^ 0x80008000u);
-  }
-  __syncthreads();
-}
 
 struct Operands { const u16 *q, *k, *v; float *acc, *m, *l; u16* out; float* lse; };
 // Query rows from `first` on, before `end`. Blocks of keys are counted from `key` on, and end
@@ -281,8 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const Transform transform = transform_of(job);
   const float c = (float)LOG2_E;
 #else
-  // A scale of zero is replaced by a tiny one: a masked score is -inf, and 0 times it would be NaN.
-  const float c = fmaxf((float)(job.scale * LOG2_E) * (job.scale < 0 ? -1.f : 1.f), 1e-37f);
+  const float c = score_factor(job.scale);
 #endif
   #pragma unroll 1
   for (int block = first_block; block < blocks; block++) {

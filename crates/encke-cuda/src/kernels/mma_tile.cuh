@@ -3,12 +3,19 @@
 // Macros given by the host: HD (head dimension, rounded up to a multiple of 16), VD (the same of
 // values, if it differs), WARPS, MT (groups of 16 rows per warp), BLOCK (rows streamed at a time),
 // ALIGNED (1 if every row begins at a multiple of 16 bytes and has a multiple of 8 elements, so
-// that 16-byte copies are possible).
+// that 16-byte copies are possible), KEY_WARPS (warps that have the same rows and share the rows
+// of a block; 1 unless given).
 //
 // The decision here: a tile row of W elements has a pitch of W + 8 elements. The eight rows that
 // ldmatrix reads at once then lie in different banks for every multiple of 16, without a swizzle.
+#ifndef KEY_WARPS
+#define KEY_WARPS 1
+#endif
 #define THREADS (WARPS * 32)
-#define TILE (WARPS * MT * 16)
+#define ROW_WARPS (WARPS / KEY_WARPS)
+#define TILE (ROW_WARPS * MT * 16)
+// Rows of a block that one warp has.
+#define SHARE (BLOCK / KEY_WARPS)
 // Resident blocks per multiprocessor: at 255 registers per thread it holds eight warps.
 #define RESIDENT (8 / WARPS)
 #ifndef VD
@@ -217,7 +224,8 @@ DEV float quad_max(float x) {
 // The row in the tile of this thread's row (mt, half), and the column of its elements (n, 0), (n,
 // 1).
 DEV int own_row(int mt, int half) {
-  return ((int)threadIdx.x / 32 * MT + mt) * 16 + lane() / 4 + half * 8;
+  const int warp = (int)threadIdx.x / 32, of_rows = KEY_WARPS == 1 ? warp : warp % ROW_WARPS;
+  return (of_rows * MT + mt) * 16 + lane() / 4 + half * 8;
 }
 DEV int own_column(int n) { return n * 8 + lane() % 4 * 2; }
 

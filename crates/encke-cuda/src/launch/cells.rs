@@ -1,8 +1,11 @@
 //! Kernels on cells: merging carries, finishing a softmax, delta.
 
+use std::sync::Arc;
+
 use encke_core::DType;
 use encke_core::job::Block;
 use encke_core::kernel::Carry;
+use encke_core::transport::WireBuffer;
 
 use super::{KernelValue, LaunchContext, addresses, pointer_arguments, spread};
 use crate::allocation::DeviceAllocation;
@@ -58,6 +61,17 @@ pub(crate) fn merge(
     unsafe { context.launch("merging carries", kernel, &reads, &writes, &arguments) }
 }
 
+/// The memory of a buffer whose first `elements` elements are written: a fill that is pending is
+/// not needed where these are all.
+fn overwritten(buffer: &mut Buffer, elements: usize) -> Result<Arc<DeviceAllocation>> {
+    let whole = buffer.elements() == elements;
+    let memory = Arc::clone(buffer.writable()?);
+    if whole {
+        memory.cancel_fill();
+    }
+    Ok(memory)
+}
+
 /// Finishes the softmax of `cells` cells.
 pub(crate) fn finish(
     context: &LaunchContext,
@@ -76,7 +90,7 @@ pub(crate) fn finish(
     let function = device.function(&program(dtype), "finish_cells", 0)?;
     let shape = spread(device, blocks(cells), THREADS);
     let reads = [carry.acc.memory()?, carry.m.memory()?, carry.l.memory()?].map(|x| &**x);
-    let targets = [out.writable()?.clone(), lse.writable()?.clone()];
+    let targets = [overwritten(out, cells * dim)?, overwritten(lse, cells)?];
     let writes = [&*targets[0], &*targets[1]];
     let pointers = addresses(reads.iter().chain(&writes));
     let (cells, dim) = (cells as i64, dim as i64);
@@ -116,7 +130,7 @@ pub(crate) fn delta(
     let mut reads = vec![&**out.memory()?, &**dout.memory()?];
     let dlse = dlse.map(Buffer::memory).transpose()?;
     reads.extend(dlse.map(|x| &**x));
-    let target = delta.writable()?.clone();
+    let target = overwritten(delta, cells)?;
     let pointers = [
         reads[0].pointer(),
         reads[1].pointer(),

@@ -21,8 +21,9 @@ use super::chain::Chain;
 use super::{LaunchContext, hopper_forward};
 use crate::allocation::DeviceAllocation;
 use crate::buffer::Buffer;
-use crate::device::{Deferred, FlushReason, lock};
+use crate::device::{Deferred, FlushReason};
 use crate::error::Result;
+use crate::lock::lock;
 use crate::operands::{DeviceInputs, SoftmaxMemory};
 
 /// Pending chains per carry at most.

@@ -40,11 +40,16 @@ pub(crate) fn program(from: DType, to: DType) -> Program {
 pub(crate) fn fill(context: &LaunchContext, buffer: &mut Buffer, value: f64) -> Result<()> {
     let (dtype, elements) = (buffer.dtype(), buffer.elements());
     let memory = buffer.overwritable()?;
-    if value == 0.0 && value.is_sign_positive() {
-        memory.zero_fill();
+    let word = match dtype {
+        _ if value == 0.0 && value.is_sign_positive() => Some(0),
+        DType::F32 => Some((value as f32).to_bits()),
+        _ => None,
+    };
+    if let Some(word) = word {
+        memory.fill_words(word);
         return Ok(());
     }
-    memory.take_pending_zero_fill();
+    memory.cancel_fill();
     let device = &context.device;
     let function = device.function(&program(dtype, dtype), "fill", 0)?;
     let shape = spread(device, elements.div_ceil(THREADS as usize), THREADS);
@@ -87,7 +92,7 @@ fn copy_with_engine(
         _ => to.writable()?.clone(),
     };
     if elements == to.elements() {
-        target.take_pending_zero_fill();
+        target.cancel_fill();
     }
     let from = source.pointer() + (from_at * width) as u64;
     let to = target.pointer() + (to_at * width) as u64;

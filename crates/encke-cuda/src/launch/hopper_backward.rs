@@ -208,28 +208,32 @@ fn cell_rows(cells: &Operand, dim: usize) -> Operand {
     }
 }
 
-/// The kernel's `key_heads` and `query_heads`.
-fn heads(job: &Job) -> (Vec<[i32; 2]>, Vec<[i32; 4]>) {
-    let coordinate =
-        |operand: &Operand, head: usize| (operand.heads[head] / tensor_map::unit(operand)) as i32;
+/// The offsets of the job's key heads, each once.
+fn key_head_offsets(job: &Job) -> Vec<usize> {
     let mut offsets: Vec<usize> = Vec::new();
     for &offset in job.k.heads.iter().take(job.heads) {
-        if !offsets.contains(&offset) {
+        // Query heads that share a key head mostly follow each other.
+        if offsets.last() != Some(&offset) && !offsets.contains(&offset) {
             offsets.push(offset);
         }
     }
-    let (mut key_heads, mut query_heads) = (Vec::new(), Vec::new());
-    for offset in offsets {
+    offsets
+}
+
+/// The kernel's `key_heads` and `query_heads`.
+fn heads(job: &Job) -> (Vec<[i32; 2]>, Vec<[i32; 4]>) {
+    // Once for each operand: a unit takes a division for each head, and calls are short.
+    let operands =
+        [&job.q, &job.cells, dq(job)].map(|operand| (operand, tensor_map::unit(operand)));
+    let key_unit = tensor_map::unit(&job.k);
+    let (mut key_heads, mut query_heads) = (Vec::new(), Vec::with_capacity(job.heads));
+    for offset in key_head_offsets(job) {
         let members = (0..job.heads).filter(|&head| job.k.heads[head] == offset);
-        let unit = tensor_map::unit(&job.k);
-        key_heads.push([query_heads.len() as i32, (offset / unit) as i32]);
+        key_heads.push([query_heads.len() as i32, (offset / key_unit) as i32]);
         query_heads.extend(members.map(|head| {
-            [
-                head as i32,
-                coordinate(&job.q, head),
-                coordinate(&job.cells, head),
-                coordinate(dq(job), head),
-            ]
+            let [q, cells, dq] =
+                operands.map(|(operand, unit)| (operand.heads[head] / unit) as i32);
+            [head as i32, q, cells, dq]
         }));
     }
     (key_heads, query_heads)
@@ -259,7 +263,7 @@ fn gains(job: &Job, dtype: DType) -> (f64, f64, f64) {
 
 /// Whether a job adds to every element of buffers of `elements` key gradients exactly once.
 pub(crate) fn covers(job: &Job, elements: usize) -> bool {
-    let key_heads = heads(job).0.len();
+    let key_heads = key_head_offsets(job).len();
     job.batch * job.segments * job.keys * key_heads * job.dim == elements
 }
 
@@ -323,7 +327,11 @@ pub(crate) fn backward(
         launch,
         params,
         pieces,
-        program: launch.variant.program(job.dim, dtype, launch.windowed),
+        program: {
+            let scales_dq = gains(job, dtype).1 != 1.0;
+            let variant = &launch.variant;
+            variant.program(job.dim, dtype, launch.windowed, scales_dq)
+        },
         dense: DeviceAllocation::new(device, 8 * launch.rows(job))?,
         control: DeviceAllocation::new(device, 4 * launch.control_words(job))?,
         inputs: inputs.memory()?.map(|memory| &**memory),

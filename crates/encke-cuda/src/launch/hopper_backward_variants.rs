@@ -89,8 +89,8 @@ fn wrappers() -> String {
 
 impl BackwardVariant {
     /// The program for a head dimension. `windowed`: queries see ranges of keys rather than the
-    /// first ones.
-    pub fn program(&self, dim: usize, dtype: DType, windowed: bool) -> Program {
+    /// first ones; `scales_dq`: dQ is multiplied by a factor.
+    pub fn program(&self, dim: usize, dtype: DType, windowed: bool, scales_dq: bool) -> Program {
         let texts = match dim > NARROW {
             true => WIDE_TEXTS,
             false => NARROW_TEXTS,
@@ -101,7 +101,8 @@ impl BackwardVariant {
             .define("HD", dim.next_multiple_of(16))
             .define("BQ", self.queries)
             .define("STAGES", self.stages)
-            .define("DQ_STAGES", self.dq_stages);
+            .define("DQ_STAGES", self.dq_stages)
+            .define("SCALES_DQ", i32::from(scales_dq));
         match windowed {
             true => program.define("WINDOWED", 1),
             false => program,
@@ -128,11 +129,11 @@ impl BackwardVariant {
 pub(crate) fn programs() -> Vec<Program> {
     let of = |variant: &BackwardVariant| {
         [
-            variant.program(variant.dim, DType::Bf16, false),
-            variant.program(variant.dim, DType::F16, false),
-            variant.program(variant.dim - 32, DType::Bf16, false),
-            variant.program(variant.dim, DType::Bf16, true),
-            variant.program(variant.dim - 32, DType::F16, true),
+            variant.program(variant.dim, DType::Bf16, false, false),
+            variant.program(variant.dim, DType::F16, false, true),
+            variant.program(variant.dim - 32, DType::Bf16, false, true),
+            variant.program(variant.dim, DType::Bf16, true, false),
+            variant.program(variant.dim - 32, DType::F16, true, true),
         ]
     };
     VARIANTS.iter().flat_map(of).collect()

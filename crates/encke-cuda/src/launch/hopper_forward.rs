@@ -148,6 +148,12 @@ fn fills(job: &Job, starts: bool, acc: &DeviceAllocation) -> bool {
     (starts || seen) && cells * job.dim * DType::F32.bytes() == acc.bytes()
 }
 
+/// Whether a job finishes every cell of out, and so of lse.
+fn finishes_all(job: &Job, dtype: DType, out: &DeviceAllocation) -> bool {
+    let cells = job.batch * job.segments * job.queries * job.heads;
+    job.is_plain() && cells * job.dim * dtype.bytes() == out.bytes()
+}
+
 /// The kernel's `KvChunkMaps`.
 #[repr(C)]
 struct KvChunkMaps {
@@ -223,11 +229,15 @@ pub(crate) fn forward(
     reads.extend(memory.reads());
     let writes = memory.writes();
     if mode.store_carry && fills(job, memory.starts, writes[0]) {
-        // The kernel overwrites rows whose carry is empty, so a pending zero-fill is not needed.
+        // The kernel overwrites rows whose carry is empty, so a pending fill is not needed.
         let unread = if memory.starts { 3 } else { 1 };
-        for written in &writes[..unread] {
-            written.take_pending_zero_fill();
-        }
+        writes[..unread]
+            .iter()
+            .for_each(|written| written.cancel_fill());
+    }
+    if !mode.store_carry && finishes_all(job, dtype, writes[0]) {
+        // Rows that see no key get zeros and -inf from the kernel, too.
+        writes.iter().for_each(|written| written.cancel_fill());
     }
     let outputs = memory.pointers();
     device.attend(&reads, &writes, &context.counters, |stream, counter| {

@@ -14,7 +14,7 @@ use crate::program::Program;
 /// The largest head dimension.
 pub(crate) const MAX_DIM: usize = 256;
 /// Shared memory that the GPU reserves in every block.
-const RESERVED: usize = 1024;
+pub(crate) const RESERVED: usize = 1024;
 
 /// A kernel: the forward pass, or one half of the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -145,20 +145,30 @@ pub(crate) fn aligned(job: &Job) -> bool {
     dims.iter().all(|dim| dim.is_multiple_of(8)) && operands.into_iter().all(aligned)
 }
 
-/// The texts of a kernel: the common ones, then its own.
-const fn texts(own: fn() -> String) -> [fn() -> String; 5] {
-    [
-        || include_str!("../kernels/arithmetic.cuh").into(),
-        || include_str!("../kernels/masks.cuh").into(),
-        || include_str!("../kernels/mma.cuh").into(),
-        || include_str!("../kernels/mma_tile.cuh").into(),
-        own,
-    ]
+/// The texts before those of a kernel.
+const COMMON: [fn() -> String; 4] = [
+    || include_str!("../kernels/arithmetic.cuh").into(),
+    || include_str!("../kernels/masks.cuh").into(),
+    || include_str!("../kernels/mma.cuh").into(),
+    || include_str!("../kernels/mma_tile.cuh").into(),
+];
+/// Those of a kernel that computes outputs.
+pub(crate) const fn forward_texts(own: fn() -> String) -> [fn() -> String; 6] {
+    let softmax = || include_str!("../kernels/mma_softmax.cuh").into();
+    let [a, b, c, d] = COMMON;
+    [a, b, c, d, softmax, own]
 }
-const FORWARD: &[fn() -> String] = &texts(|| include_str!("../kernels/mma_forward.cu").into());
-const KEYS: &[fn() -> String] = &texts(|| include_str!("../kernels/mma_backward_keys.cu").into());
+/// Those of a kernel that computes gradients.
+const fn backward_texts(own: fn() -> String) -> [fn() -> String; 5] {
+    let [a, b, c, d] = COMMON;
+    [a, b, c, d, own]
+}
+const FORWARD: &[fn() -> String] =
+    &forward_texts(|| include_str!("../kernels/mma_forward.cu").into());
+const KEYS: &[fn() -> String] =
+    &backward_texts(|| include_str!("../kernels/mma_backward_keys.cu").into());
 const QUERIES: &[fn() -> String] =
-    &texts(|| include_str!("../kernels/mma_backward_queries.cu").into());
+    &backward_texts(|| include_str!("../kernels/mma_backward_queries.cu").into());
 
 impl MmaTiling {
     /// Threads of a block.

@@ -13,6 +13,8 @@ mod hopper_tilings;
 pub(crate) mod mma;
 pub(crate) mod mma_tiles;
 pub(crate) mod plain;
+pub(crate) mod split;
+pub(crate) mod split_tilings;
 
 use std::sync::Arc;
 

@@ -3,6 +3,7 @@
 //! argument selects the groups whose name contains it. Without a GPU it prints the reason, skips
 //! and passes, unless `ENCKE_GPU` is set.
 
+mod few_queries;
 mod nccl;
 mod rings;
 mod rows;
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
     };
     println!("{}", pointer.device().name());
     let mut tally = GpuTally::from_arguments();
+    few_queries::run(&mut tally, || open(Hops::Pointer));
     suites::run(&mut tally, || open(Hops::Pointer));
     wires::run(&mut tally, &pointer, &pinned);
     nccl::run(&mut tally, &pointer);

@@ -11,6 +11,9 @@ const ALIGNED: &[usize] = &[8, 16, 40, 64, 80, 128];
 /// Head dimensions with tilings of their own.
 const WIDE: &[usize] = &[32, 64, 96, 128, 192, 256];
 
+/// Head dimensions of cases with many keys: a few, with and without 16-byte rows.
+const LONG: &[usize] = &[20, 64, 128, 192];
+
 /// Shares of a suite that run concurrently.
 const SHARES: u64 = 8;
 
@@ -19,6 +22,8 @@ pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKerne
     let narrow: &[DType] = &[DType::Bf16, DType::F16];
     let usual = KernelSuite {
         wide_scores: false,
+        // mma.sync multiplies the values of dropped pairs by 0.
+        dropped_values: false,
         ..KernelSuite::default()
     };
     // Windows and documents are computed by the fastest family that can; everything else that masks
@@ -82,6 +87,36 @@ pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKerne
         mixed,
         narrow,
     );
+    long_keys(tally, &open);
+}
+
+/// Few queries and many keys, which are split over the GPU; masks and scores that this is not for
+/// are among them. A document's splits are those of its job.
+fn long_keys(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync) {
+    let suite = KernelSuite {
+        dims: LONG,
+        document_bits: false,
+        wide_scores: false,
+        dropped_values: false,
+        long_keys: true,
+        ..KernelSuite::default()
+    };
+    let signed = KernelSuite {
+        signs: true,
+        masks: false,
+        ..suite
+    };
+    let checks = [
+        ("mma.sync, usual", Path::Mma, suite),
+        ("whichever is fastest, usual", Path::Auto, suite),
+        ("whichever is fastest, signs", Path::Auto, signed),
+    ];
+    for (name, path, suite) in checks {
+        let kernel = || open().map(|kernel| kernel.path(path));
+        let dtypes = [DType::Bf16, DType::F16].into_iter();
+        let each = dtypes.map(|dtype| shares(kernel, suite, dtype));
+        tally.group(&format!("few queries, many keys of {name}"), each);
+    }
 }
 
 /// Runs a suite in shares, each with its own kernel: compiling programs dominates the time, and one

@@ -19,6 +19,7 @@ use encke::{
 use encke_core::sharding::Run;
 
 use crate::device::{ComputeDevice, open_gpu};
+use crate::ring_memory::check_ring_memory;
 use crate::row_check::RowCheck;
 use crate::terminal::bar;
 use case::GeneratedTensors;
@@ -98,6 +99,9 @@ fn run_on<K: Kernel>(
     for builder in &settings.rings {
         let attention = build(builder.clone())?;
         let plan = attention.plan(shape, dtype, Pass::Forward)?;
+        if settings.device == ComputeDevice::Cpu {
+            check_ring_memory(&plan)?;
+        }
         rings.push((attention, plan.request().clone()));
     }
     let Some((_, request)) = rings.first() else {

@@ -90,7 +90,7 @@ impl BillionRecord {
             device_memory,
             peak_resident_bytes: peak_resident_bytes(),
             checked: state.checked,
-            tolerance: RowTolerance::of(settings.dtype),
+            tolerance: RowTolerance::of(settings.dtype, settings.dim),
             checksum: state.checksum.value(),
             checksum_tolerance: state.checksum.tolerance(settings.dtype),
             checksum_rows: state.checksum.rows(),

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use encke::plan::Request;
-use encke::{DType, Shape, Sharding};
+use encke::{DType, Documents, Shape, Sharding, Window};
 use serde::{Deserialize, Serialize};
 
 use crate::device::ComputeDevice;
@@ -10,6 +10,9 @@ use crate::longnet;
 
 /// Tokens of a rank on the CPU unless the number of ranks is given.
 const CPU_RANK_TOKENS: usize = 1 << 20;
+
+/// Documents of a packed sequence: a state file holds their lengths.
+const MOST_DOCUMENTS: usize = 1 << 15;
 
 /// Rows that are compared with the reference at most, in addition to those of each branch.
 const MOST_SAMPLES: usize = 1 << 20;
@@ -33,10 +36,31 @@ pub struct BillionSettings {
     pub segment_lengths: Vec<usize>,
     /// Dilation rate of each branch.
     pub dilation_rates: Vec<usize>,
+    /// How far a query sees in each branch; everything is causal.
+    #[serde(default = "all", skip_serializing_if = "is_all")]
+    pub window: Window,
+    /// Tokens at the start of each document that are visible outside the window.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub prefix: usize,
+    /// The documents that the sequence is packed from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub documents: Option<Documents>,
     /// Uniformly sampled rows that are compared with the reference.
     pub samples: usize,
     /// Seed of the sequence.
     pub seed: u64,
+}
+
+fn all() -> Window {
+    Window::ALL
+}
+
+fn is_all(window: &Window) -> bool {
+    *window == Window::ALL
+}
+
+fn is_zero(prefix: &usize) -> bool {
+    *prefix == 0
 }
 
 impl BillionSettings {
@@ -54,7 +78,16 @@ impl BillionSettings {
                 self.samples
             );
         }
+        let documents = self.documents.as_ref().map_or(1, Documents::count);
+        if documents > MOST_DOCUMENTS {
+            bail!(
+                "{documents} documents are too many for the state file; use at most \
+                 {MOST_DOCUMENTS}"
+            );
+        }
         let pattern = longnet::pattern(&self.segment_lengths, &self.dilation_rates)?;
+        let pattern = pattern.window(self.window).prefix(self.prefix);
+        let pattern = pattern.documents(self.documents.clone());
         let shape = Shape::new(1, self.tokens, self.heads, self.heads, self.dim)?;
         let sharding = Sharding::contiguous(self.ranks)?;
         Ok(Request::new(shape, pattern, sharding, self.dtype))

@@ -22,6 +22,7 @@ use encke_ring::out_of_core::Checksum;
 use serde::{Deserialize, Serialize};
 
 use super::settings::BillionSettings;
+use crate::format;
 use crate::output::OutputFile;
 use crate::row_check::RowCheck;
 
@@ -140,13 +141,17 @@ impl RunState {
         let shown = path.display();
         if self.settings != *settings {
             bail!(
-                "{shown} is the state of another run ({}, {} tokens, {} ranks, {}, seed {}); give \
-                 the same options to continue it, --fresh to drop it, or another --state",
+                "{shown} is the state of another run ({}, {} tokens, {} ranks, {}, seed {}, {}); \
+                 give the same options to continue it, --fresh to drop it, or another --state",
                 self.settings.device,
                 self.settings.tokens,
                 self.settings.ranks,
                 self.settings.dtype,
                 self.settings.seed,
+                match self.settings.request() {
+                    Ok(request) => format::pattern(&request.pattern),
+                    Err(_) => "another pattern".to_string(),
+                },
             );
         }
         let (tokens, own) = (settings.tokens, ranks.len());
@@ -214,7 +219,7 @@ mod tests {
     use super::*;
     use crate::device::ComputeDevice;
     use crate::longnet;
-    use encke::DType;
+    use encke::{DType, Documents, Window};
     use encke_core::conformance::{Random, mutate};
 
     /// The settings of a small run, its plan, and its state after `finished` of 8 ranks.
@@ -229,6 +234,12 @@ mod tests {
             dim: 8,
             segment_lengths,
             dilation_rates,
+            window: Window {
+                left: Some(40),
+                right: None,
+            },
+            prefix: 3,
+            documents: Documents::new(&[100, 156]).ok(),
             samples: 10,
             seed: 3,
         };
@@ -240,6 +251,21 @@ mod tests {
         let pairs = (0..finished).map(|rank| pairs_of(&plan, rank).unwrap());
         state.pairs = pairs.sum::<u128>() as u64;
         (settings, plan, state)
+    }
+
+    #[test]
+    fn a_state_of_another_mask_is_refused() {
+        let changes: [fn(&mut BillionSettings); 3] = [
+            |settings| settings.window = Window::ALL,
+            |settings| settings.prefix = 4,
+            |settings| settings.documents = None,
+        ];
+        for change in changes {
+            let (_, _, mut state) = interrupted(5);
+            change(&mut state.settings);
+            let error = continued(state).unwrap_err().to_string();
+            assert!(error.contains("another run"), "{error}");
+        }
     }
 
     fn continued(state: RunState) -> Result<RunState> {

@@ -1,12 +1,13 @@
 //! Runs and plans rings of several sizes.
 
 use anyhow::Result;
-use encke::{Attention, Builder, Kernel, Pass, Request};
+use encke::{Attention, Builder, Kernel, Pass, Plan, Request};
 use encke_sim::profile::{ProfileInputs, RingProfile};
 use indicatif::ProgressBar;
 
 use crate::device::{ComputeDevice, open_gpu};
 use crate::process::check_memory;
+use crate::ring_memory::check_ring_memory;
 use crate::tensors::input_bytes;
 use crate::terminal::bar;
 
@@ -67,6 +68,11 @@ pub fn measure(settings: &ProfileSettings) -> Result<Vec<PassProfile>> {
             "the input tensors",
             input_bytes(shape, *dtype, shape.tokens),
         )?;
+    }
+    for request in &settings.run {
+        if settings.device == ComputeDevice::Cpu {
+            check_ring_memory(&Plan::new(request.clone())?)?;
+        }
     }
     let inputs = inputs.map(|request| ProfileInputs::random(request, settings.seed));
     for request in &settings.run {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use encke::plan::program::{Component, RankPlan};
-use encke::{Attention, Backward, Forward, Plan, Queries, Report, Trace};
+use encke::{Attention, Backward, Forward, Pass, Plan, Queries, Report, Trace};
 use encke_cost::median;
 use encke_cpu::CpuKernel;
 use encke_ring::{Rank, memory};
@@ -18,6 +18,7 @@ use super::picture::Picture;
 use super::{ReportSettings, prediction};
 use crate::chrome_trace::ChromeTrace;
 use crate::format;
+use crate::ring_memory::check_ring_memory;
 use crate::tensors::RandomTensors;
 use crate::terminal::bar;
 
@@ -32,6 +33,12 @@ struct TimedCall {
 /// Runs every ring; returns the findings and the trace of the ring that is shown.
 pub fn measure(settings: &ReportSettings) -> Result<(ReportFindings, ChromeTrace)> {
     let &ReportSettings { grad, seed, .. } = settings;
+    let (shape, dtype) = (settings.shape, settings.dtype);
+    for &ranks in &settings.rings {
+        let attention = settings.builder.clone().ranks(ranks).build()?;
+        let plan = attention.plan(shape, dtype, Pass::Forward)?;
+        check_ring_memory(&plan)?;
+    }
     let tensors = RandomTensors::new(&settings.shape, settings.dtype, seed)?;
     let progress = bar(settings.rings.len());
     let mut passes: Vec<(&'static str, Vec<RingFindings>)> = Vec::new();

@@ -83,7 +83,7 @@ impl Comparer {
                 let gpu = self.gpu.take().map_or_else(|| open_gpu(index), Ok)?;
                 let attention = builder(case).build_on(gpu)?;
                 let compared = compare_on(case, &attention, worst);
-                self.gpu = Some(attention.into_kernel());
+                self.gpu = attention.into_kernel();
                 compared
             }
         }

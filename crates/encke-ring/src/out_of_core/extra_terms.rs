@@ -3,24 +3,29 @@
 //! these rows (spec section 10).
 //!
 //! The decision here: both work on finished rows of files, chunk by chunk, so neither a rank nor a
-//! plan knows of extra terms.
+//! plan knows of extra terms. A rank that survives others stores its rows and adds their terms in
+//! one step ([`WithExtraTerms`]): each repetition, on any rank, begins with rows without them.
 
 use encke_core::denominator::Denominator;
-use encke_core::plan::Request;
+use encke_core::kernel::Kernel;
 use encke_core::plan::program::Role;
+use encke_core::plan::{Pass, Request};
 use encke_core::sharding::Run;
 use encke_core::{Tensor, sinks};
 
 use crate::error::RingError;
+use crate::rank::Rank;
+use crate::shard_call::ShardOutput;
 
 use super::error::StreamError;
-use super::rows::row_width;
+use super::host_row_io::ToSink;
+use super::rows::{row_width, stored_runs};
 use super::source::{RowRange, TensorSink, TensorSource};
 
 /// Elements of a chunk, unless one row has more.
 const CHUNK: usize = 1 << 16;
 
-/// The extra terms of a call, for the rows of one rank.
+/// The extra terms of a call, for some of its query rows (runs of indices in q).
 #[derive(Debug, Clone, Copy)]
 pub struct ExtraTermRows<'a> {
     /// One sink for each query head, if there are any.
@@ -30,10 +35,10 @@ pub struct ExtraTermRows<'a> {
 }
 
 impl ExtraTermRows<'_> {
-    /// Adds the terms to out and lse of a rank's rows.
+    /// Adds the terms to out and lse of these rows.
     pub fn apply(
         &self,
-        rank: usize,
+        runs: &[Run],
         source: &dyn TensorSource,
         sink: &mut dyn TensorSink,
     ) -> Result<(), StreamError> {
@@ -42,7 +47,7 @@ impl ExtraTermRows<'_> {
         if extra.is_empty() {
             return Ok(());
         }
-        for (batch, rows) in self.chunks(rank) {
+        for (batch, rows) in self.chunks(runs) {
             let mut out = self.read(source, Role::Out, batch, rows)?;
             let mut lse = self.read(source, Role::Lse, batch, rows)?;
             extra.apply(&[rows], &mut out, &mut lse);
@@ -54,16 +59,16 @@ impl ExtraTermRows<'_> {
         Ok(())
     }
 
-    /// The gradient of the sinks over a rank's rows.
+    /// The gradient of the sinks over these rows.
     pub fn gradient(
         &self,
-        rank: usize,
+        runs: &[Run],
         dlse: bool,
         source: &dyn TensorSource,
     ) -> Result<Vec<f64>, StreamError> {
         let sinks = self.sinks.unwrap_or_default();
         let mut sums = vec![0.0; sinks.len()];
-        for (batch, rows) in self.chunks(rank) {
+        for (batch, rows) in self.chunks(runs) {
             let read = |role: Role| self.read(source, role, batch, rows);
             let (out, lse, dout) = (read(Role::Out)?, read(Role::Lse)?, read(Role::Dout)?);
             let dlse = dlse.then(|| read(Role::Dlse)).transpose()?;
@@ -76,13 +81,12 @@ impl ExtraTermRows<'_> {
         Ok(sums)
     }
 
-    /// The rank's rows, a few at a time: (batch entry, rows).
-    fn chunks(&self, rank: usize) -> impl Iterator<Item = (usize, Run)> {
+    /// The rows, a few at a time: (batch entry, rows).
+    fn chunks(&self, runs: &[Run]) -> impl Iterator<Item = (usize, Run)> {
         let shape = self.request.shape;
         let most = (CHUNK / (shape.heads * shape.value_dim)).max(1);
-        let runs = self.request.query_runs(rank);
         (0..shape.batch).flat_map(move |batch| {
-            let parts = runs.clone().into_iter().flat_map(move |run| {
+            let parts = runs.iter().flat_map(move |&run| {
                 (0..run.count).step_by(most).map(move |start| Run {
                     first: run.first + start * run.stride,
                     count: most.min(run.count - start),
@@ -106,6 +110,31 @@ impl ExtraTermRows<'_> {
         let mut tensor = Tensor::try_zeros(source.dtype(role), dims)?;
         source.read(&range(role, batch, rows, &heads), tensor.data_mut())?;
         Ok(tensor)
+    }
+}
+
+/// The outputs of a rank, written to a sink with their extra terms.
+pub struct WithExtraTerms<'s> {
+    /// The extra terms.
+    pub terms: ExtraTermRows<'s>,
+    /// Reads out and lse from where the sink has written them.
+    pub source: &'s dyn TensorSource,
+    /// Takes the outputs.
+    pub sink: &'s mut dyn TensorSink,
+}
+
+impl<K: Kernel> ShardOutput<K> for WithExtraTerms<'_> {
+    type Error = StreamError;
+
+    fn store(&mut self, kernel: &K, request: &Request, rank: &Rank<K>) -> Result<(), StreamError> {
+        ToSink(self.sink).store(kernel, request, rank)?;
+        match request.pass {
+            Pass::Forward => {
+                let runs = stored_runs(request, rank, Role::Out);
+                self.terms.apply(&runs, self.source, self.sink)
+            }
+            Pass::Backward { .. } => Ok(()),
+        }
     }
 }
 

@@ -34,7 +34,7 @@ mod staging;
 pub use checksum::Checksum;
 pub use copy_tensor::copy_tensor;
 pub use error::StreamError;
-pub use extra_terms::ExtraTermRows;
+pub use extra_terms::{ExtraTermRows, WithExtraTerms};
 pub use files::{Files, TensorFile};
 pub use fit::{FittingRanks, MAX_RANKS, PROGRAM_BYTES, fit_ranks};
 pub use generator::Generator;

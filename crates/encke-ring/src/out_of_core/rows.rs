@@ -125,19 +125,33 @@ fn offsets(port: &Port, shape: &Shape, row: usize) -> Vec<(usize, usize, Run)> {
     offsets
 }
 
-/// The same for the rows that this rank writes. Where every rank holds all queries, shard by shard,
-/// each rank writes those of its own tokens.
+/// The same for the rows that this rank writes.
 fn own_offsets(
     port: &Port,
     request: &Request,
     rank: usize,
     row: usize,
 ) -> Vec<(usize, usize, Run)> {
-    let shape = &request.shape;
-    let mut offsets = offsets(port, shape, row);
-    if request.queries == Queries::Replicated && port.runs.len() > 1 {
-        let own = request.query_runs(rank);
-        offsets.retain(|(_, _, run)| own.contains(run));
-    }
+    let own = own_runs(port, request, rank);
+    let mut offsets = offsets(port, &request.shape, row);
+    offsets.retain(|(_, _, run)| own.contains(run));
     offsets
+}
+
+/// The rows of a port that this rank writes. Where every rank holds all queries, shard by shard,
+/// each rank writes those of its own tokens.
+fn own_runs(port: &Port, request: &Request, rank: usize) -> Vec<Run> {
+    if request.queries == Queries::Replicated && port.runs.len() > 1 {
+        return request.query_runs(rank);
+    }
+    port.runs.clone()
+}
+
+/// The rows of an output that a rank writes, including those of shards that it has adopted.
+pub(super) fn stored_runs<K: Kernel>(request: &Request, rank: &Rank<K>, role: Role) -> Vec<Run> {
+    let plan = rank.plan();
+    let ports = plan.outputs.iter().filter(|port| port.role == role);
+    ports
+        .flat_map(|port| own_runs(port, request, plan.rank))
+        .collect()
 }

@@ -1,6 +1,7 @@
 //! Heads × sequence: results are those of the reference, heads are divided with their keys, and
 //! what is sent and held is known.
 
+use encke_core::conformance::extent;
 use proptest::prelude::*;
 
 use encke_core::naive::NaiveKernel;
@@ -13,7 +14,7 @@ use encke_ring::ThreadRing;
 use crate::support::{Configuration, DEADLINE, check};
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+    #![proptest_config(ProptestConfig::with_cases(extent(60, 300)))]
 
     #[test]
     fn divided_heads_equal_the_reference(seed in any::<u64>()) {

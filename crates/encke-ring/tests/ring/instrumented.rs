@@ -1,5 +1,5 @@
-//! An instrumented kernel: a closure sees every call first, and may count, wait, fail or panic. The
-//! naive kernel computes.
+//! An instrumented kernel: a closure sees every call first, and may count, wait, fail, panic, or
+//! change the job. The naive kernel computes.
 
 use encke_core::dtype::Slice;
 use encke_core::job::{Block, Job};
@@ -14,7 +14,7 @@ use encke_core::{DType, Data, Tensor, View};
 pub enum KernelCall<'a> {
     Allocate,
     Attend {
-        job: &'a Job,
+        job: &'a mut Job,
         q: Slice<'a>,
         k: Slice<'a>,
     },
@@ -85,8 +85,10 @@ impl<F: Fn(KernelCall<'_>) -> Result<()> + Send + Sync> Kernel for InstrumentedK
         v: Slice<'_>,
         state: SoftmaxState<'_, Data>,
     ) -> Result<()> {
-        (self.0)(KernelCall::Attend { job, q, k })?;
-        NaiveKernel.attend(job, q, k, v, state)
+        let mut job = job.clone();
+        let seen = &mut job;
+        (self.0)(KernelCall::Attend { job: seen, q, k })?;
+        NaiveKernel.attend(&job, q, k, v, state)
     }
 
     fn merge(&self, block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) -> Result<()> {
@@ -128,8 +130,10 @@ impl<F: Fn(KernelCall<'_>) -> Result<()> + Send + Sync> Kernel for InstrumentedK
         upstream: Upstream<Slice<'_>>,
         gradients: Gradients<'_, Data>,
     ) -> Result<()> {
-        (self.0)(KernelCall::Attend { job, q, k })?;
-        NaiveKernel.backward(job, q, k, v, upstream, gradients)
+        let mut job = job.clone();
+        let seen = &mut job;
+        (self.0)(KernelCall::Attend { job: seen, q, k })?;
+        NaiveKernel.backward(&job, q, k, v, upstream, gradients)
     }
 
     fn workspace_bytes(&self, job: &Job, pass: Pass, dtype: DType) -> usize {

@@ -3,9 +3,11 @@
 mod bits;
 mod cache;
 mod calls;
+mod chunked_prefill;
 mod divided_heads;
 mod instrumented;
 mod masks;
+mod misplanned;
 mod plan;
 mod posting_order;
 mod reference;

@@ -1,6 +1,7 @@
 //! Plans against the pattern: every pair is computed once, every message has a sender and a
 //! receiver, every byte is counted.
 
+use encke_core::conformance::extent;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -45,7 +46,7 @@ fn both_passes(seed: u64) -> impl Iterator<Item = Request> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(1500))]
+    #![proptest_config(ProptestConfig::with_cases(extent(300, 1500)))]
 
     /// Every message that one rank sends in a round, another receives in the same round, under a
     /// tag that no other message between the two has in that round.
@@ -165,7 +166,7 @@ fn jobs_read_and_write_one_type() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(150))]
+    #![proptest_config(ProptestConfig::with_cases(extent(40, 150)))]
 
     /// Every (query, key) pair of the pattern is computed once for each branch that contains it.
     /// Rows are labelled by token and head, so that a job that reads a wrong row computes a wrong

@@ -1,5 +1,6 @@
 //! The thread ring against the f64 reference: random patterns, shardings, ring sizes.
 
+use encke_core::conformance::extent;
 use proptest::prelude::*;
 
 use encke_core::naive::NaiveKernel;
@@ -8,7 +9,7 @@ use encke_ring::ThreadRing;
 use crate::support::{Configuration, DEADLINE, check};
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(600))]
+    #![proptest_config(ProptestConfig::with_cases(extent(120, 600)))]
 
     #[test]
     fn random_configurations_equal_the_reference(seed in any::<u64>()) {

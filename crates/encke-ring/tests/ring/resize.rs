@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 
-use encke_core::conformance::Random;
+use encke_core::conformance::{Random, extent};
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::program::{Component, Role};
 use encke_core::plan::resize::{Resize, ResizeTensor};
@@ -50,7 +50,7 @@ fn case() -> impl Strategy<Value = (usize, Sharding, Sharding)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(250))]
+    #![proptest_config(ProptestConfig::with_cases(extent(60, 250)))]
 
     #[test]
     fn every_token_moves_from_its_old_to_its_new_owner((n, from, to) in case()) {

@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 
-use encke_core::conformance::Random;
+use encke_core::conformance::{Random, extent};
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::program::{Component, Role};
 use encke_core::plan::rings::Rotating;
@@ -41,7 +41,7 @@ fn bits(of: &RingResults) -> Vec<Vec<u64>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(100))]
+    #![proptest_config(ProptestConfig::with_cases(extent(20, 100)))]
 
     /// Every schedule agrees with the reference, and has the same bits each time.
     #[test]
@@ -59,7 +59,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(600))]
+    #![proptest_config(ProptestConfig::with_cases(extent(120, 600)))]
 
     /// A wider schedule computes the same pairs, and needs no more bytes and no more rounds.
     #[test]

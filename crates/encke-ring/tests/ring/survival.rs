@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use encke_core::conformance::Random;
+use encke_core::conformance::{Random, extent};
 use encke_core::kernel::{Kernel, KernelError};
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::program::Role;
@@ -258,7 +258,7 @@ fn the_call_ends_even_if_all_ranks_die() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
+    #![proptest_config(ProptestConfig::with_cases(extent(20, 60)))]
 
     /// Any call, any rank, any round; in one case of three another rank dies after it.
     #[test]

@@ -1,6 +1,7 @@
 //! Schedules of two levels: results are those of the reference, a node's parcels cross to the next
 //! node once, in pieces, and the memory that this takes is known.
 
+use encke_core::conformance::extent;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -19,7 +20,7 @@ use encke_ring::{Rank, ThreadRing};
 use crate::support::{CallTensors, Configuration, DEADLINE, check};
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+    #![proptest_config(ProptestConfig::with_cases(extent(60, 300)))]
 
     #[test]
     fn two_levels_equal_the_reference(seed in any::<u64>()) {
@@ -31,7 +32,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(600))]
+    #![proptest_config(ProptestConfig::with_cases(extent(120, 600)))]
 
     /// Two levels compute the same pairs and send no more bytes than one level.
     #[test]

@@ -5,7 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use encke_core::DType;
-use encke_core::conformance::Configuration;
+use encke_core::conformance::{Configuration, extent};
 use encke_core::kernel::Kernel;
 use encke_core::naive::NaiveKernel;
 use encke_core::plan::program::Role;
@@ -50,7 +50,7 @@ fn check_same<K: Kernel>(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(250))]
+    #![proptest_config(ProptestConfig::with_cases(extent(50, 250)))]
 
     #[test]
     fn lockstep_has_the_bits_of_threads(seed in any::<u64>()) {

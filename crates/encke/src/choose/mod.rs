@@ -116,7 +116,7 @@ pub fn choose<K: Kernel>(
     if ranks > MOST_RANKS {
         return Err(ChoiceError::TooManyRanks { ranks });
     }
-    let mut alternatives = Vec::new();
+    let (mut alternatives, mut refusal) = (Vec::new(), None);
     for request in constraints.requests(machine.ranks_per_node)? {
         let backward = Pass::Backward { dlse: false };
         let (first, second) = match constraints.work {
@@ -128,11 +128,22 @@ pub fn choose<K: Kernel>(
             Some(pass) => TimedPass::new(kernel, &request, pass, machine).map(Some),
             None => Ok(None),
         };
-        let (forward, backward) = (timed(first)?, timed(second)?);
+        // What is fixed may exclude some of what is open: replicated queries in two levels.
+        let (forward, backward) = match (timed(first), timed(second)) {
+            (Ok(forward), Ok(backward)) => (forward, backward),
+            (Err(error @ CostError::Plan(_)), _) | (_, Err(error @ CostError::Plan(_))) => {
+                refusal.get_or_insert(error);
+                continue;
+            }
+            (Err(error), _) | (_, Err(error)) => return Err(error.into()),
+        };
         for policy in policies(constraints) {
             let passes = [&forward, &backward];
             alternatives.push(alternative(constraints, &request, passes, policy));
         }
+    }
+    if let (true, Some(error)) = (alternatives.is_empty(), refusal) {
+        return Err(error.into());
     }
     // In the backward pass every round waits for gradient sums of the round before; ranks that
     // share cores also wait for the scheduler. Fewer rounds mean fewer waits.

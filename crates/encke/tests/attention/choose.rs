@@ -186,6 +186,40 @@ fn fixed_settings_are_not_varied() {
 }
 
 #[test]
+fn what_is_fixed_excludes_alternatives_that_do_not_go_with_it() {
+    let (kernel, machine) = (kernel(), gpus());
+    let with = |nodes: Schedule, ranks: usize, queries: Option<Queries>| {
+        let fixed = Constraints {
+            ranks: Some(ranks),
+            width: Some(1),
+            nodes: Some(nodes),
+            queries,
+            ..constraints(4096)
+        };
+        choose(&kernel, &fixed, &machine)
+    };
+    // Divided heads have no striped shards, and two levels no replicated queries.
+    for (nodes, queries) in [
+        (Schedule::RING.with_heads(2), Some(Queries::Sharded)),
+        (Schedule::RING.with_node(2), None),
+    ] {
+        let choice = with(nodes, 4, queries).expect("some alternatives remain");
+        let winner = choice.winner();
+        let schedule = (winner.schedule.node, winner.schedule.heads);
+        assert_eq!(schedule, (nodes.node, nodes.heads));
+        assert!(
+            choice
+                .alternatives
+                .iter()
+                .all(|of| of.queries == Queries::Sharded)
+        );
+    }
+    let none = with(Schedule::RING.with_heads(2), 3, Some(Queries::Sharded));
+    let none = none.expect_err("three ranks do not fill groups of two");
+    assert!(none.to_string().contains("divides heads"), "{none}");
+}
+
+#[test]
 fn open_schedules_are_all_tried() {
     let (kernel, machine) = (kernel(), gpus());
     let open = Constraints {
