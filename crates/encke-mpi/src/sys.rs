@@ -9,6 +9,7 @@
 use std::borrow::Cow;
 use std::ffi::c_int;
 use std::ptr;
+use std::time::Duration;
 
 use mpi::{Threading, ffi};
 
@@ -98,13 +99,18 @@ fn text_of(bytes: &[u8], length: c_int) -> Cow<'_, str> {
     String::from_utf8_lossy(&bytes[..length])
 }
 
-/// Makes `MPI_Init` return its errors, such as the death of another process during it. By default
-/// Open MPI prints a page and aborts; that remains so if this process has other threads, because
-/// the environment must not change then.
-pub fn return_start_errors() {
+/// Makes `MPI_Init` return its errors, such as the death of another process during it, and delays
+/// Open MPI's aborts by `delay`: it aborts, and ends all processes, when a death is reported while a
+/// communicator is made. By default it prints a page and aborts at once; that remains so if this
+/// process has other threads, because the environment must not change then.
+pub fn soften_start_errors(delay: Duration) {
     if std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1) {
+        let seconds = (delay.as_secs() + 1).to_string();
         // SAFETY: this is the only thread of the process.
-        unsafe { std::env::set_var("OMPI_MCA_mpi_initial_errhandler", "mpi_errors_return") }
+        unsafe {
+            std::env::set_var("OMPI_MCA_mpi_initial_errhandler", "mpi_errors_return");
+            std::env::set_var("OMPI_MCA_opal_abort_delay", seconds);
+        }
     }
 }
 
