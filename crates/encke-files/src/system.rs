@@ -79,21 +79,22 @@ pub fn remove_temporaries_on_signals() {
         for signal in ENDS {
             let action = action_of(signal).sa_sigaction;
             if action == libc::SIG_DFL || (action != libc::SIG_IGN && signal != libc::SIGINT) {
-                handle(signal, on_end as extern "C" fn(c_int) as usize);
+                handle(signal, on_end as extern "C" fn(c_int) as usize, 0);
             }
         }
         for &signal in ALSO_ENDS {
             if action_of(signal).sa_sigaction == libc::SIG_DFL {
-                handle(signal, on_end as extern "C" fn(c_int) as usize);
+                handle(signal, on_end as extern "C" fn(c_int) as usize, 0);
             }
         }
+        enlarge_signal_stack();
         for (signal, before) in FAULTS.into_iter().zip(&BEFORE) {
             // Kept for the life of the process: a handler cannot know when it is the last one.
             before.store(Box::into_raw(Box::new(action_of(signal))), SeqCst);
-            handle(signal, on_fault as FaultHandler as usize);
+            handle(signal, on_fault as FaultHandler as usize, libc::SA_ONSTACK);
         }
         if action_of(libc::SIGXFSZ).sa_sigaction == libc::SIG_DFL {
-            handle(libc::SIGXFSZ, libc::SIG_IGN);
+            handle(libc::SIGXFSZ, libc::SIG_IGN, 0);
         }
     });
 }
@@ -157,16 +158,35 @@ fn action_of(signal: c_int) -> libc::sigaction {
     }
 }
 
-fn handle(signal: c_int, handler: usize) {
+/// Faults are handled on a stack of their own (`SA_ONSTACK`), because a thread may have used up
+/// its own. The other signals are not: the standard library gives threads a signal stack of the
+/// least size that the system allows, which on processors with tiles (AMX) the saved registers fill
+/// to the last byte.
+fn handle(signal: c_int, handler: usize, stack: c_int) {
     let mut action = action_of(signal);
     action.sa_sigaction = handler;
-    // On the stack of its own that the standard library gives to threads.
-    action.sa_flags = libc::SA_ONSTACK | libc::SA_RESTART | libc::SA_SIGINFO;
+    action.sa_flags = stack | libc::SA_RESTART | libc::SA_SIGINFO;
     // SAFETY: the handlers above call only what is allowed in one.
     unsafe {
         libc::sigfillset(&mut action.sa_mask);
         libc::sigaction(signal, &action, ptr::null_mut());
     }
+}
+
+/// Gives the calling thread a signal stack on which a handler has room beside the registers. It is
+/// the main thread that signals of other processes are delivered to.
+fn enlarge_signal_stack() {
+    const BYTES: usize = 1 << 16;
+    // Kept for the life of the process: the thread may use it at any time.
+    let memory = Box::leak(vec![0u8; BYTES].into_boxed_slice());
+    let stack = libc::stack_t {
+        ss_sp: memory.as_mut_ptr().cast(),
+        ss_flags: 0,
+        ss_size: BYTES,
+    };
+    // SAFETY: the memory is valid for ever and used by nothing else. If the call fails, the thread
+    // keeps the stack that it has.
+    unsafe { libc::sigaltstack(&raw const stack, ptr::null_mut()) };
 }
 
 /// Runs a function during which no signal is handled on this thread.

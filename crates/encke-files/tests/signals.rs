@@ -114,3 +114,55 @@ fn an_invalid_access_is_one_line_and_exit_code_2_where_that_was_asked_for() {
     assert!(said.ends_with("encke: it crashed\n"), "{said}");
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 }
+
+const SMALL: &str = "ENCKE_FILES_TEST_SMALL_STACK";
+
+/// Gives the calling thread a signal stack that ends at memory it may not touch and has no room for
+/// a handler: on processors with tiles, the registers fill the stacks of the standard library.
+fn shrink_signal_stack() {
+    // SAFETY: the memory is mapped here, and the process ends before it is unmapped.
+    unsafe {
+        let page = libc::sysconf(libc::_SC_PAGESIZE) as usize;
+        let (access, kind) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        );
+        let bytes = page + libc::MINSIGSTKSZ.next_multiple_of(page);
+        let memory = libc::mmap(std::ptr::null_mut(), bytes, access, kind, -1, 0);
+        assert_ne!(memory, libc::MAP_FAILED);
+        assert_eq!(libc::mprotect(memory, page, libc::PROT_NONE), 0);
+        let stack = libc::stack_t {
+            ss_sp: memory.add(page),
+            ss_flags: 0,
+            ss_size: libc::MINSIGSTKSZ,
+        };
+        // Some systems refuse stacks that are too small: then there is nothing to test.
+        let refused = libc::sigaltstack(&raw const stack, std::ptr::null_mut()) != 0;
+        println!("refused: {refused}");
+    }
+}
+
+/// Not a test of its own: what the child of the next one runs.
+#[test]
+fn child_with_a_small_signal_stack() {
+    let Some(folder) = std::env::var_os(SMALL) else {
+        return;
+    };
+    encke_files::remove_temporaries_on_signals();
+    shrink_signal_stack();
+    let target = std::path::Path::new(&folder).join("x");
+    let mut written = AtomicFile::create(&target).unwrap();
+    written.temporary().unwrap();
+    // SAFETY: `raise` has no preconditions; the handler runs on this thread.
+    unsafe { libc::raise(libc::SIGTERM) };
+}
+
+#[test]
+fn signals_are_handled_by_threads_whose_signal_stack_has_no_room() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", "child_with_a_small_signal_stack"]);
+    let ended = child.env(SMALL, folder.path()).output().unwrap();
+    assert_eq!(ended.status.signal(), Some(libc::SIGTERM), "{ended:?}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
