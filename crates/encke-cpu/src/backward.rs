@@ -213,7 +213,7 @@ impl<X: Vector> BackwardCall<'_, X> {
             }
             lse[lane] = row_lse;
             delta[lane] = X::A::get(upstream.delta, cell(lane));
-            visibility.ranges[i].set(lane, piece.visible(first + lane));
+            visibility.ranges[i].set::<X>(lane, piece.visible(first + lane));
         }
         let (scale, gain) = (X::A::from_f64(job.scale), X::A::from_f64(job.gain));
         for (rows, factor) in [(&mut *q_rows, scale), (&mut *dout_rows, gain)] {
@@ -327,9 +327,18 @@ impl<X: Vector> BackwardCall<'_, X> {
         let (k, v) = (&panels.k[rows.clone()], &panels.v[value_rows.clone()]);
         let scores = X::of_mut(&mut panels.scores[..count]);
         let dp = X::of_mut(&mut panels.dp[..count]);
-        products::<X, R>(x, k, width, dim, X::of(&panels.q[at.clone()]), scores);
+        let q = X::of(&panels.q[at.clone()]);
         let dout = X::of(&panels.dout[value_at.clone()]);
-        products::<X, R>(x, v, value_width, value_dim, dout, dp);
+        match &mask {
+            None => {
+                products::<X, R>(x, k, width, dim, q, scores);
+                products::<X, R>(x, v, value_width, value_dim, dout, dp);
+            }
+            Some(RangeMask { seen, .. }) => {
+                seen.products::<X, R>(x, k, width, dim, q, scores);
+                seen.products::<X, R>(x, v, value_width, value_dim, dout, dp);
+            }
+        }
         let factors = &mut panels.factors[..];
         if let Some(dropout) = &pairs.dropout {
             draw_factors(x, dropout, &mut factors[..count], dp);
@@ -375,12 +384,14 @@ impl<X: Vector> BackwardCall<'_, X> {
             mask.hide(x, scores, X::A::from_f64(hidden));
             mask.hide(x, dp, X::A::ZERO);
         }
-        let skip_hidden = mask.filter(|_| !pairs.finite);
         if task.writes_dq {
             let (ones, dq) = ([x.splat(X::A::ONE); VECTORS], &mut panels.dq[at.clone()]);
             let dq = X::of_mut(dq);
-            match &skip_hidden {
+            match &mask {
                 None => accumulate::<X, R>(x, k, width, dp, &ones, dq),
+                Some(RangeMask { seen, .. }) if pairs.finite => {
+                    seen.accumulate::<X, R>(x, k, width, dp, &ones, dq);
+                }
                 Some(mask) => mask.accumulate(x, k, width, dp, &ones, dq),
             }
         }
@@ -396,8 +407,12 @@ impl<X: Vector> BackwardCall<'_, X> {
                     accumulate_marked_keys(x, weights, rows, width, sums);
                     continue;
                 }
-                match &skip_hidden {
-                    None => accumulate_keys::<X, R>(x, weights, rows, width, sums),
+                match &mask {
+                    None => accumulate_keys::<X, R>(x, weights, rows, width, sums, |_| 0..lanes),
+                    Some(RangeMask { seen, .. }) if pairs.finite => {
+                        let used = |rows| seen.lanes::<X>(rows);
+                        accumulate_keys::<X, R>(x, weights, rows, width, sums, used);
+                    }
                     Some(mask) => mask.accumulate_keys(x, weights, rows, width, sums),
                 }
             }
@@ -474,7 +489,8 @@ fn vectors<X: Vector>(x: X, lanes: &[X::A]) -> [X::V; VECTORS] {
     vectors
 }
 
-/// sums[j] += Σ_i weights[j][i] · rows[i].
+/// sums[j] += Σ_i weights[j][i] · rows[i] over the lanes i that are `used` by rows j. The weights
+/// of the others are 0.
 #[inline(always)]
 fn accumulate_keys<X: Vector, const R: usize>(
     x: X,
@@ -482,16 +498,17 @@ fn accumulate_keys<X: Vector, const R: usize>(
     rows: &[X::A],
     width: usize,
     sums: &mut [X::A],
+    used: impl Fn(Range<usize>) -> Range<usize>,
 ) {
     let (lanes, step) = (lanes::<X>(), width / X::WIDTH);
-    let rows = X::of(rows);
-    for (weights, sums) in weights
-        .chunks_exact(R * lanes)
-        .zip(sums.chunks_exact_mut(R * width))
-    {
+    let all_rows = X::of(rows);
+    let groups = weights.chunks_exact(R * lanes);
+    for (group, (weights, sums)) in groups.zip(sums.chunks_exact_mut(R * width)).enumerate() {
+        let used = used(group * R..(group + 1) * R);
+        let rows = &all_rows[used.start * step..];
         let mut by_row: [&[X::A]; R] = [&[]; R];
         for (row, weights) in by_row.iter_mut().zip(weights.chunks_exact(lanes)) {
-            *row = weights;
+            *row = &weights[used.clone()];
         }
         let sums = X::of_mut(sums);
         let mut first = 0;

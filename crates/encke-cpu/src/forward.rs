@@ -13,7 +13,7 @@ use encke_core::job::Job;
 
 use crate::dropout::{DropWeights, LEFT_OUT, TileDropout, accumulate_marked};
 use crate::grid::{QueryBlock, QueryGrid, Tile};
-use crate::microkernel::{multiply_columns, multiply_rows};
+use crate::microkernel::{add_columns, multiply_rows};
 use crate::panel;
 use crate::ranges::{KeyPanel, LaneRanges, RangeMask};
 use crate::real::Real;
@@ -120,7 +120,7 @@ impl<X: Vector, const R: usize> SimdTask for ForwardTaskRun<'_, X, R> {
                 // Lanes without a query repeat the last one, so that they need no mask.
                 let row = tile.first + lane.min(tile.count - 1);
                 let visible = piece.visible(row);
-                ranges[i].set(
+                ranges[i].set::<X>(
                     lane,
                     match &call.job.tiles {
                         None => visible,
@@ -265,7 +265,13 @@ impl<X: Vector> ForwardCall<'_, X> {
                 let scores = X::of_mut(&mut panels.scores[..rows.len() * lanes]);
                 let k = &k[rows.start * width..rows.end * width];
                 let v = &v[rows.start * value_width..rows.end * value_width];
-                products::<X, R>(self.x, k, width, job.dim, q, scores);
+                match &mask {
+                    None => products::<X, R>(self.x, k, width, job.dim, q, scores),
+                    Some(mask) => {
+                        mask.seen
+                            .products::<X, R>(self.x, k, width, job.dim, q, scores);
+                    }
+                }
                 if job.transform.is_some() {
                     self.transform(block, i, start, scores);
                 }
@@ -286,9 +292,14 @@ impl<X: Vector> ForwardCall<'_, X> {
                         continue;
                     }
                 }
-                match mask.filter(|_| !finite) {
-                    None => accumulate::<X, R>(self.x, v, value_width, scores, &keep, out),
-                    Some(mask) => mask.accumulate(self.x, v, value_width, scores, &keep, out),
+                let (x, width) = (self.x, value_width);
+                match &mask {
+                    None => accumulate::<X, R>(x, v, width, scores, &keep, out),
+                    Some(mask) if finite => {
+                        mask.seen
+                            .accumulate::<X, R>(x, v, width, scores, &keep, out);
+                    }
+                    Some(mask) => mask.accumulate(x, v, width, scores, &keep, out),
                 }
             }
         }
@@ -371,7 +382,8 @@ pub(crate) fn accumulate<X: Vector, const R: usize>(
     out: &mut [X::V],
 ) {
     for (group, out) in out.chunks_exact_mut(R * VECTORS).enumerate() {
-        let sums = multiply_columns::<X, R, VECTORS>(x, rows, width, group * R, weights);
+        let mut sums = [[x.zero(); VECTORS]; R];
+        add_columns::<X, R, 0, VECTORS>(x, rows, width, group * R, weights, &mut sums);
         for (out, sums) in out.chunks_exact_mut(VECTORS).zip(sums) {
             for n in 0..VECTORS {
                 out[n] = x.mul_add(keep[n], out[n], sums[n]);

@@ -22,7 +22,7 @@ pub mod pack {
 /// The softmax of a block of scores.
 pub mod softmax {
     pub use crate::amx::softmax::{
-        ALL_LANES, Lanes, ScoreBlock, TileSoftmax, VisibleKeys, softmax,
+        ALL_LANES, KeyBounds, Lanes, ScoreBlock, TileSoftmax, VisibleKeys, softmax,
     };
 }
 

@@ -17,6 +17,7 @@ mod amx;
 mod backward;
 mod cells;
 mod dropout;
+mod edges;
 mod forward;
 mod grid;
 mod instruction_set;

@@ -1,9 +1,10 @@
 //! The two products that attention consists of, computed one register block at a time.
 //!
-//! [`multiply_rows`] sums along rows (scores from keys and queries), [`multiply_columns`] sums
+//! [`multiply_rows`] sums along rows (scores from keys and queries), [`add_columns`] sums
 //! along columns (outputs from values and weights). Both keep `R` rows of `N` vectors in registers
 //! for the whole sum, and never reduce across the lanes of a vector.
 
+use crate::shape::VECTORS;
 use crate::vector::Vector;
 
 /// Σ_s rows[r][s] · lanes[s·step + first + n]: `R` rows against `N` vectors.
@@ -33,25 +34,25 @@ pub(crate) fn multiply_rows<X: Vector, const R: usize, const N: usize>(
     sums
 }
 
-/// Σ_s rows[s][first + r] · lanes[s·N + n]: `R` columns against `N` vectors, rows of `width`.
+/// sums[r][n] += Σ_s rows[s][first + r] · lanes[s][n]: `R` columns of rows of `width` against `N`
+/// vectors from vector `LOW` on.
 #[inline(always)]
-pub(crate) fn multiply_columns<X: Vector, const R: usize, const N: usize>(
+pub(crate) fn add_columns<X: Vector, const R: usize, const LOW: usize, const N: usize>(
     x: X,
     rows: &[X::A],
     width: usize,
     first: usize,
     lanes: &[X::V],
-) -> [[X::V; N]; R] {
-    let mut sums = [[x.zero(); N]; R];
-    for (row, lanes) in rows.chunks_exact(width).zip(lanes.chunks_exact(N)) {
+    sums: &mut [[X::V; VECTORS]; R],
+) {
+    for (row, lanes) in rows.chunks_exact(width).zip(lanes.chunks_exact(VECTORS)) {
         let row: &[X::A; R] = row[first..first + R].try_into().expect("R columns");
-        let lanes: &[X::V; N] = lanes.try_into().expect("N vectors");
+        let lanes: &[X::V; VECTORS] = lanes.try_into().expect("all vectors");
         for r in 0..R {
             let factor = x.splat(row[r]);
-            for n in 0..N {
+            for n in LOW..LOW + N {
                 sums[r][n] = x.mul_add(factor, lanes[n], sums[r][n]);
             }
         }
     }
-    sums
 }

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use crate::edges::SeenRows;
 use crate::real::Real;
 use crate::shape::{MAX_LANES, VECTORS};
 use crate::vector::Vector;
@@ -12,8 +13,9 @@ use crate::vector::Vector;
 pub(crate) struct LaneRanges {
     starts: [usize; MAX_LANES],
     ends: [usize; MAX_LANES],
-    /// The first key that is visible to some lane, and one past the last.
+    /// The first key that is visible to some lane, and one past the last; the same of each vector.
     union: (usize, usize),
+    vectors: [(usize, usize); VECTORS],
 }
 
 impl LaneRanges {
@@ -22,15 +24,17 @@ impl LaneRanges {
         starts: [0; MAX_LANES],
         ends: [0; MAX_LANES],
         union: (usize::MAX, 0),
+        vectors: [(usize::MAX, 0); VECTORS],
     };
 
     /// Sets the keys of a lane, once.
     #[inline(always)]
-    pub fn set(&mut self, lane: usize, visible: Range<usize>) {
+    pub fn set<X: Vector>(&mut self, lane: usize, visible: Range<usize>) {
         if !visible.is_empty() {
             (self.starts[lane], self.ends[lane]) = (visible.start, visible.end);
-            let (start, end) = self.union;
-            self.union = (start.min(visible.start), end.max(visible.end));
+            for (start, end) in [&mut self.union, &mut self.vectors[lane / X::WIDTH]] {
+                (*start, *end) = ((*start).min(visible.start), (*end).max(visible.end));
+            }
         }
     }
 
@@ -88,8 +92,10 @@ impl KeyPanel {
 pub(crate) struct RangeMask<A> {
     starts: [A; MAX_LANES],
     ends: [A; MAX_LANES],
-    /// Whether some lane does not see the first row.
-    starts_late: bool,
+    /// The rows that every lane sees; the others are hidden from some.
+    common: Range<usize>,
+    /// The rows that each vector sees.
+    pub seen: SeenRows,
 }
 
 impl<A: Real> RangeMask<A> {
@@ -103,22 +109,22 @@ impl<A: Real> RangeMask<A> {
     ) -> Option<RangeMask<A>> {
         let lanes = VECTORS * X::WIDTH;
         let (starts, ends) = (&ranges.starts[..lanes], &ranges.ends[..lanes]);
-        let starts_late = starts.iter().any(|&first| first > start);
-        if !starts_late && ends.iter().all(|&end| end >= start + rows) {
+        let row = |key: usize| key.saturating_sub(start).min(rows);
+        let from = starts.iter().fold(0, |most, &key| most.max(row(key)));
+        let to = ends.iter().fold(rows, |least, &key| least.min(row(key)));
+        if from == 0 && to == rows {
             return None;
         }
+        let seen = |(start, end)| row(start)..row(end);
         let mut mask = RangeMask {
             starts: [A::ZERO; MAX_LANES],
             ends: [A::ZERO; MAX_LANES],
-            starts_late,
+            common: from..to,
+            seen: SeenRows(ranges.vectors.map(seen)),
         };
-        let row = |key: usize| A::from_f64(key.saturating_sub(start).min(rows) as f64);
-        for (x, &key) in mask.ends.iter_mut().zip(ends) {
-            *x = row(key);
-        }
-        if starts_late {
-            for (x, &key) in mask.starts.iter_mut().zip(starts) {
-                *x = row(key);
+        for (to, keys) in [(&mut mask.starts, starts), (&mut mask.ends, ends)] {
+            for (x, &key) in to.iter_mut().zip(keys) {
+                *x = A::from_f64(row(key) as f64);
             }
         }
         Some(mask)
@@ -134,20 +140,21 @@ impl<A: Real> RangeMask<A> {
     /// Replaces the scores of hidden pairs.
     #[inline(always)]
     pub fn hide<X: Vector<A = A>>(&self, x: X, scores: &mut [X::V], hidden: A) {
+        let Range { start, end } = self.common;
         let (ends, hidden) = (Self::vectors(x, &self.ends), x.splat(hidden));
-        for (j, row) in scores.chunks_exact_mut(VECTORS).enumerate() {
+        let rows = scores.chunks_exact_mut(VECTORS).enumerate();
+        for (j, row) in rows.skip(end) {
             let j = x.splat(A::from_f64(j as f64));
             for n in 0..VECTORS {
                 row[n] = x.select_less(j, ends[n], row[n], hidden);
             }
         }
-        if self.starts_late {
-            let starts = Self::vectors(x, &self.starts);
-            for (j, row) in scores.chunks_exact_mut(VECTORS).enumerate() {
-                let j = x.splat(A::from_f64(j as f64));
-                for n in 0..VECTORS {
-                    row[n] = x.select_less(j, starts[n], hidden, row[n]);
-                }
+        let starts = Self::vectors(x, &self.starts);
+        let rows = scores.chunks_exact_mut(VECTORS).enumerate();
+        for (j, row) in rows.take(start) {
+            let j = x.splat(A::from_f64(j as f64));
+            for n in 0..VECTORS {
+                row[n] = x.select_less(j, starts[n], hidden, row[n]);
             }
         }
     }

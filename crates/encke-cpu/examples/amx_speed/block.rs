@@ -3,7 +3,7 @@
 use std::hint::black_box;
 
 use encke_cpu::internals::pack::{self, RowSource, Sign};
-use encke_cpu::internals::softmax::{self, Lanes, ScoreBlock, TileSoftmax, VisibleKeys};
+use encke_cpu::internals::softmax::{self, KeyBounds, Lanes, ScoreBlock, TileSoftmax, VisibleKeys};
 use encke_cpu::internals::{
     Dim64Split1, ROW_BYTES, SLAB_BYTES, ScoreScale, TileProduct, TileUnit, multiply_keys,
 };
@@ -109,7 +109,10 @@ impl BlockBench {
             weights: self.buffer(tile),
             steps: self.keys / 32,
             start: 0,
-            masked: false,
+            common: KeyBounds {
+                start: 0,
+                end: usize::MAX,
+            },
         };
         // SAFETY: the memory has these slabs, and the processor has AVX-512.
         let rescale = unsafe {

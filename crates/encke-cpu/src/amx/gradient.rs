@@ -6,9 +6,11 @@
 //! two vectors: the two halves of the queries in the left factors, two keys in the right factor.
 
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 use super::element::{LargeLanes, ScoreScale, TileElement, exp2_argument, for_each_split_pair};
-use super::softmax::{Lanes, VisibleKeys};
+use super::pack::WIDTH;
+use super::softmax::{KeyBounds, Lanes, VisibleKeys};
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use super::vector::{exp2, splat};
 
@@ -25,17 +27,17 @@ pub struct QueryStats {
 }
 
 /// A block of scores and dp, and where its weights and gradients are stored.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct GradientBlock {
     /// Slabs of scores and of dp: for each 32 keys, one of queries 0..16 and one of 16..32.
     pub scores: *const u8,
     pub dp: *const u8,
-    /// The number of groups of 32 keys.
-    pub steps: usize,
-    /// The index of the first key.
+    /// The groups of 32 keys that are computed.
+    pub steps: Range<usize>,
+    /// The index of the first key of the block.
     pub start: usize,
-    /// Whether some key of the block is hidden from some query.
-    pub masked: bool,
+    /// The keys that every query sees.
+    pub common: KeyBounds,
     /// The lanes whose scores include the scale.
     pub scaled_lanes: u32,
     /// Weights and ds as left factors: one stack for each 32 keys, `left_stride` bytes apart.
@@ -45,6 +47,17 @@ pub struct GradientBlock {
     /// ds as right factor: one stack for each 32 keys, `right_stride` bytes apart.
     pub ds_right: *mut u8,
     pub right_stride: usize,
+}
+
+impl GradientBlock {
+    /// The groups of keys of which every query sees all.
+    fn unmasked_steps(&self) -> Range<usize> {
+        let group = |key: usize| key.saturating_sub(self.start);
+        let Range { start, end } = self.steps;
+        let first = group(self.common.start).div_ceil(WIDTH).clamp(start, end);
+        let last = (group(self.common.end) / WIDTH).clamp(first, end);
+        first..last
+    }
 }
 
 /// Factors that all pairs of a job share.
@@ -76,18 +89,25 @@ pub unsafe fn gradient<N: TileElement, const DEGREE: usize>(
     // SAFETY: the caller's promise.
     unsafe {
         if large[0].any() || large[1].any() {
-            gradient_pass::<N, DEGREE, true>(block, factors, stats, |half, score, argument| {
-                large[half].exp2_argument::<N>(score, argument)
-            });
-        } else if block.masked {
-            gradient_pass::<N, DEGREE, true>(block, factors, stats, usual);
-        } else {
-            gradient_pass::<N, DEGREE, false>(block, factors, stats, usual);
+            let argument =
+                |half: usize, score, argument| large[half].exp2_argument::<N>(score, argument);
+            let steps = block.steps.clone();
+            gradient_pass::<N, DEGREE, true>(block, steps, factors, stats, argument);
+            return;
         }
+        // Groups that every query sees need no mask: those from `unmasked.start` on, before its
+        // end.
+        let unmasked = block.unmasked_steps();
+        let Range { start, end } = block.steps;
+        let masked = |steps| gradient_pass::<N, DEGREE, true>(block, steps, factors, stats, usual);
+        masked(start..unmasked.start);
+        gradient_pass::<N, DEGREE, false>(block, unmasked.clone(), factors, stats, usual);
+        masked(unmasked.end..end);
     }
 }
 
-/// `argument(half, score, usual)` is log2 of the weight of a score, usually `usual`.
+/// Some groups of keys. `argument(half, score, usual)` is log2 of the weight of a score, usually
+/// `usual`.
 ///
 /// # Safety
 /// As for [`gradient`].
@@ -95,6 +115,7 @@ pub unsafe fn gradient<N: TileElement, const DEGREE: usize>(
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
 unsafe fn gradient_pass<N: TileElement, const DEGREE: usize, const MASKED: bool>(
     block: &GradientBlock,
+    steps: Range<usize>,
     factors: Factors,
     stats: &QueryStats,
     argument: impl Fn(usize, __m512, __m512) -> __m512,
@@ -119,7 +140,7 @@ unsafe fn gradient_pass<N: TileElement, const DEGREE: usize, const MASKED: bool>
         let base = _mm512_mul_ps(lse, splat(N::UNIT));
         _mm512_sub_ps(base, splat(N::WEIGHT_BIAS[0]))
     });
-    for step in 0..block.steps {
+    for step in steps {
         let slab = 2 * step * SLAB_BYTES;
         let left = step * block.left_stride;
         let ds_right = block.ds_right.wrapping_add(step * block.right_stride);

@@ -11,6 +11,7 @@ use super::config::AmxForwardConfig;
 use super::element::{
     LARGE_SCORE, LargeLanes, ScoreScale, TileElement, exp2_argument, for_each_split_pair,
 };
+use super::pack::WIDTH;
 use super::tiles::{ROW_BYTES, SLAB_BYTES};
 use super::vector::{exp2, splat};
 
@@ -79,7 +80,9 @@ impl VisibleKeys {
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct KeyBounds {
+    /// The first key.
     pub start: usize,
+    /// One past the last key.
     pub end: usize,
 }
 
@@ -135,8 +138,17 @@ pub struct ScoreBlock {
     pub steps: usize,
     /// The index of the first key.
     pub start: usize,
+    /// The keys that every query sees.
+    pub common: KeyBounds,
+}
+
+impl ScoreBlock {
     /// Whether some key of the block is hidden from some query.
-    pub masked: bool,
+    pub fn masked(&self) -> bool {
+        !self
+            .common
+            .cover(self.start..self.start + self.steps * WIDTH)
+    }
 }
 
 /// A mask of all 32 lanes.
@@ -164,7 +176,7 @@ pub unsafe fn softmax<N: TileElement, S: AmxForwardConfig>(
         // SAFETY: `Lanes` holds 32 values; the slabs are the caller's promise.
         unsafe {
             let old_m = _mm512_load_ps(state.m.0.as_ptr().add(lane));
-            let top = if block.masked {
+            let top = if block.masked() {
                 let keys = [&state.keys.starts, &state.keys.ends];
                 let keys = keys.map(|of| _mm512_load_si512(of.0.as_ptr().add(lane).cast()));
                 masked_row_max(block, half, keys)
@@ -270,13 +282,30 @@ fn slab(block: &ScoreBlock, step: usize, half: usize) -> *mut u8 {
 unsafe fn row_max(block: &ScoreBlock, half: usize) -> __m512 {
     let mut top = [splat(f32::NEG_INFINITY); 8];
     for step in 0..block.steps {
-        let slab = slab(block, step, half);
-        for row in 0..32 {
-            // SAFETY: the caller's promise.
-            let score = unsafe { _mm512_load_ps(slab.add(row * ROW_BYTES).cast()) };
-            top[row % 8] = _mm512_max_ps(score, top[row % 8]);
-        }
+        // SAFETY: the caller's promise.
+        unsafe { slab_max(slab(block, step, half), &mut top) };
     }
+    largest(top)
+}
+
+/// Raises `top` to the scores of one slab.
+///
+/// # Safety
+/// The slab can be read, and the processor has AVX-512.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn slab_max(slab: *const u8, top: &mut [__m512; 8]) {
+    for row in 0..32 {
+        // SAFETY: the caller's promise.
+        let score = unsafe { _mm512_load_ps(slab.add(row * ROW_BYTES).cast()) };
+        top[row % 8] = _mm512_max_ps(score, top[row % 8]);
+    }
+}
+
+/// The largest of each lane.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn largest(mut top: [__m512; 8]) -> __m512 {
     for width in [4, 2, 1] {
         for i in 0..width {
             top[i] = _mm512_max_ps(top[i], top[i + width]);
@@ -293,11 +322,17 @@ unsafe fn row_max(block: &ScoreBlock, half: usize) -> __m512 {
 #[target_feature(enable = "avx512f")]
 unsafe fn masked_row_max(block: &ScoreBlock, half: usize, [starts, ends]: [__m512i; 2]) -> __m512 {
     let lowest = splat(f32::NEG_INFINITY);
-    let mut top = lowest;
+    let mut top = [lowest; 8];
     for step in 0..block.steps {
         let slab = slab(block, step, half);
-        for row in 0..32 {
-            let key = _mm512_set1_epi32((block.start + 32 * step + row) as i32);
+        let start = block.start + WIDTH * step;
+        if block.common.cover(start..start + WIDTH) {
+            // SAFETY: the caller's promise.
+            unsafe { slab_max(slab, &mut top) };
+            continue;
+        }
+        for row in 0..WIDTH {
+            let key = _mm512_set1_epi32((start + row) as i32);
             let unmasked = _mm512_cmpgt_epi32_mask(ends, key);
             let unmasked = _mm512_mask_cmple_epi32_mask(unmasked, starts, key);
             // SAFETY: the caller's promise.
@@ -305,11 +340,11 @@ unsafe fn masked_row_max(block: &ScoreBlock, half: usize, [starts, ends]: [__m51
                 let at = slab.add(row * ROW_BYTES).cast();
                 let score = _mm512_mask_mov_ps(lowest, unmasked, _mm512_load_ps(at));
                 _mm512_store_ps(at, score);
-                top = _mm512_max_ps(score, top);
+                top[row % 8] = _mm512_max_ps(score, top[row % 8]);
             }
         }
     }
-    top
+    largest(top)
 }
 
 /// The row max in the unit that [`exp2_argument`] subtracts.

@@ -10,6 +10,9 @@ use super::super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES, TileProduct, TileUn
 use super::call::{AmxBackwardCall, AmxBackwardTile, PackedKeyBlock};
 use super::chain::AmxBackwardTask;
 
+/// Groups of 32 keys of the largest block.
+const MAX_KEY_STEPS: usize = 8;
+
 impl<N: TileElement> AmxBackwardCall<'_, N> {
     /// Processes a block of keys against all packed queries: sums dk and dv, and adds to dq.
     ///
@@ -69,15 +72,18 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         keys: PackedKeyBlock,
         scratch: *mut u8,
     ) {
-        let layout = &self.layout;
+        let (layout, steps) = (&self.layout, state.steps(keys));
+        let first = steps.start * self.steps * N::STACK_BYTES;
+        let first_sums = steps.start * 2 * SLAB_BYTES;
         for (rows, lanes, to) in [
             (layout.k_rows, layout.q_lanes, layout.scores),
             (layout.v_rows, layout.dout_lanes, layout.dp),
         ] {
             let lanes = lanes + tile * self.steps * N::STACK_BYTES;
-            let [rows, lanes, to] = [rows, lanes, to].map(|at| scratch.wrapping_add(at));
+            let all = [rows + first, lanes, to + first_sums];
+            let [rows, lanes, to] = all.map(|at| scratch.wrapping_add(at));
             // SAFETY: tiles are configured, and all slabs lie in their regions.
-            unsafe { multiply_keys::<T, N>(rows, lanes, to, self.steps, state.steps(keys)) };
+            unsafe { multiply_keys::<T, N>(rows, lanes, to, self.steps, steps.len()) };
         }
     }
 
@@ -94,6 +100,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         keys: PackedKeyBlock,
         scratch: *mut u8,
     ) -> u32 {
+        let steps = tile.steps(keys);
         let rows = ScoreRows {
             job: self.job,
             q: self.inputs.q,
@@ -102,12 +109,13 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             segment: task.segment,
             head: task.head,
             queries: (tile.first, tile.count),
-            key: keys.start,
-            steps: tile.steps(keys),
+            key: keys.start + steps.start * WIDTH,
+            steps: steps.len(),
         };
         let huge = rows.huge_scores(&tile.stats.keys);
+        let scores = self.layout.scores + steps.start * 2 * SLAB_BYTES;
         // SAFETY: the region of scores has these slabs.
-        unsafe { huge.store(self.factors.scale, scratch.add(self.layout.scores)) };
+        unsafe { huge.store(self.factors.scale, scratch.add(scores)) };
         huge.lanes
     }
 
@@ -128,7 +136,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         let layout = &self.layout;
         let steps = tile.steps(keys);
         // Keys that are hidden from the whole tile get nothing from it in dk and dv.
-        for step in steps..keys.count.div_ceil(WIDTH) {
+        for step in (0..steps.start).chain(steps.end..keys.count.div_ceil(WIDTH)) {
             for region in [layout.weights, layout.ds] {
                 let stack = region + (step * S::QUERY_TILES + i) * N::STACK_BYTES;
                 // SAFETY: the stack lies in its region.
@@ -140,7 +148,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             dp: scratch.wrapping_add(layout.dp),
             steps,
             start: keys.start,
-            masked: tile.masked(keys, keys.start + steps * WIDTH),
+            common: tile.common,
             scaled_lanes,
             weights: scratch.wrapping_add(layout.weights + i * N::STACK_BYTES),
             ds: scratch.wrapping_add(layout.ds + i * N::STACK_BYTES),
@@ -167,7 +175,15 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
     ) {
         let layout = &self.layout;
         let steps = keys.count.div_ceil(WIDTH);
-        let end = keys.start + steps * WIDTH;
+        const { assert!(S::KEYS <= MAX_KEY_STEPS * WIDTH) };
+        // From the first to the last tile that sees a group of keys.
+        let mut seeing = [const { 0..0 }; MAX_KEY_STEPS];
+        for (key, seeing) in seeing[..steps].iter_mut().enumerate() {
+            let sees = |tile: &AmxBackwardTile| tile.steps(keys).contains(&key);
+            if let Some(first) = tiles.iter().position(sees) {
+                *seeing = first..tiles.iter().rposition(sees).unwrap_or(first) + 1;
+            }
+        }
         for (side, (left, pairs, sums)) in [
             (layout.ds, layout.q_pairs, layout.dk),
             (layout.weights, layout.dout_pairs, layout.dv),
@@ -177,7 +193,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         {
             let pairs = scratch.wrapping_add(pairs + first * self.steps * N::STACK_BYTES);
             let needs_cleaning =
-                |tile: &AmxBackwardTile| tile.nonfinite[side] != 0 && tile.masked(keys, end);
+                |tile: &AmxBackwardTile| tile.nonfinite[side] != 0 && tile.masked(keys, 0..steps);
             let mut factor = pairs;
             if tiles.iter().any(needs_cleaning) {
                 factor = scratch.wrapping_add(layout.finite[1 + side]);
@@ -187,26 +203,35 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             // The factors of one step of channels are used with all keys while they are in the L1
             // cache.
             for step in 0..self.steps {
-                for key in 0..steps {
+                for (key, seeing) in seeing[..steps].iter().enumerate() {
                     let c = sums + (key * self.steps + step) * 2 * SLAB_BYTES;
                     let c = scratch.wrapping_add(c);
+                    if seeing.is_empty() {
+                        if !ADD {
+                            // SAFETY: both slabs lie in their region.
+                            unsafe { c.write_bytes(0, 2 * SLAB_BYTES) };
+                        }
+                        continue;
+                    }
                     let product = |factor: *mut u8| {
-                        let b = factor.wrapping_add(step * N::STACK_BYTES);
+                        let from = seeing.start * self.steps + step;
+                        let b = factor.wrapping_add(from * N::STACK_BYTES);
+                        let at = left + (key * S::QUERY_TILES + seeing.start) * N::STACK_BYTES;
                         TileProduct {
-                            a: scratch.wrapping_add(left + key * S::QUERY_TILES * N::STACK_BYTES),
+                            a: scratch.wrapping_add(at),
                             a_step: N::STACK_BYTES,
                             b: [b, b.wrapping_add(TILE_BYTES)],
                             b_step: self.steps * N::STACK_BYTES,
                             b_row: ROW_BYTES,
                             c: [c, c.wrapping_add(SLAB_BYTES)],
-                            steps: tiles.len(),
+                            steps: seeing.len(),
                         }
                     };
                     // SAFETY: tiles are configured, and all slabs lie in their regions.
                     unsafe { N::multiply::<T, ADD>(product(factor)) };
                     if factor != pairs {
                         let is_visible = |at: usize, row: usize, _: usize| {
-                            let (tile, pair) = (&tiles[at / WIDTH], at % WIDTH);
+                            let (tile, pair) = (&tiles[seeing.start + at / WIDTH], at % WIDTH);
                             let lane = pair / 2 + pair % 2 * 16;
                             let key = keys.start + key * WIDTH + row;
                             needs_cleaning(tile) && tile.stats.keys.sees(lane, key)
@@ -263,17 +288,21 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
     ) {
         let layout = &self.layout;
         let steps = state.steps(keys);
-        if steps == 0 {
+        if steps.is_empty() {
             return;
         }
-        let columns = scratch.wrapping_add(layout.k_columns);
+        let columns = layout.k_columns + steps.start * self.steps * N::STACK_BYTES;
+        let columns = scratch.wrapping_add(columns);
         let mut factor = columns;
-        if keys.nonfinite && state.masked(keys, keys.start + steps * WIDTH) {
+        if keys.nonfinite && state.masked(keys, steps.clone()) {
             factor = scratch.wrapping_add(layout.finite[0]);
+            let slabs = steps.len() * self.steps * N::SPLITS;
             // SAFETY: both regions have this many slabs.
-            unsafe { pack::zero_nonfinite(columns, factor, steps * self.steps * N::SPLITS) };
+            unsafe { pack::zero_nonfinite(columns, factor, slabs) };
         }
-        let b = scratch.wrapping_add(layout.ds_right + i * S::KEYS / WIDTH * N::STACK_BYTES);
+        let b = layout.ds_right + (i * (S::KEYS / WIDTH) + steps.start) * N::STACK_BYTES;
+        let b = scratch.wrapping_add(b);
+        let first_key = keys.start + steps.start * WIDTH;
         for step in 0..self.steps {
             let c = layout.dq + (tile * self.steps + step) * 2 * SLAB_BYTES;
             let c = scratch.wrapping_add(c);
@@ -284,7 +313,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
                 b_step: N::STACK_BYTES,
                 b_row: ROW_BYTES,
                 c: [c, c.wrapping_add(SLAB_BYTES)],
-                steps,
+                steps: steps.len(),
             };
             // SAFETY: tiles are configured, and all slabs lie in their regions.
             unsafe {
@@ -297,7 +326,7 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
             if factor != columns {
                 let visible = &state.stats.keys;
                 let is_visible =
-                    |at: usize, _: usize, lane: usize| visible.sees(lane, keys.start + at);
+                    |at: usize, _: usize, lane: usize| visible.sees(lane, first_key + at);
                 // SAFETY: all slabs lie in their regions.
                 unsafe { add_nonfinite_terms(&product(columns), FactorSide::Left, is_visible) };
             }

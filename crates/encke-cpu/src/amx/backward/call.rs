@@ -1,6 +1,8 @@
 //! The inputs of a backward call, the data that its tasks share, and the layout of their scratch
 //! memory.
 
+use std::ops::Range;
+
 use encke_core::dtype::Slice;
 use encke_core::job::Job;
 use encke_core::kernel::Upstream;
@@ -150,18 +152,20 @@ impl AmxBackwardTile {
         self.seen.meets(start..start + count)
     }
 
-    /// How many groups of 32 keys of a block there are up to the last one that is visible to some
-    /// lane.
-    pub fn steps(&self, keys: PackedKeyBlock) -> usize {
-        match self.sees(keys.start, keys.count) {
-            true => (self.seen.end - keys.start).min(keys.count).div_ceil(WIDTH),
-            false => 0,
+    /// The groups of 32 keys of a block from the first to the last one that some lane sees.
+    pub fn steps(&self, keys: PackedKeyBlock) -> Range<usize> {
+        if !self.sees(keys.start, keys.count) {
+            return 0..0;
         }
+        let first = self.seen.start.saturating_sub(keys.start) / WIDTH;
+        let end = (self.seen.end - keys.start).min(keys.count);
+        first..end.div_ceil(WIDTH)
     }
 
-    /// Whether some key of a block, before `end`, is hidden from some lane.
-    pub fn masked(&self, keys: PackedKeyBlock, end: usize) -> bool {
-        !self.common.cover(keys.start..end)
+    /// Whether some key of these groups of a block is hidden from some lane.
+    pub fn masked(&self, keys: PackedKeyBlock, steps: Range<usize>) -> bool {
+        let key = |step: usize| keys.start + step * WIDTH;
+        !self.common.cover(key(steps.start)..key(steps.end))
     }
 }
 

@@ -143,14 +143,14 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
             weights: scratch.wrapping_add(self.layout.weights),
             steps: block.steps,
             start: block.key,
-            masked: tile.masked(block),
+            common: tile.common,
         };
         // SAFETY: the region of scores has these slabs.
         unsafe {
             let (scale, state) = (self.scale, &mut tile.softmax);
             let scaled_lanes = huge.map_or(0, |huge| huge.lanes);
             let mut new_max_lanes = softmax::ALL_LANES;
-            if !scores.masked {
+            if !scores.masked() {
                 new_max_lanes =
                     softmax::softmax_keep_max::<N, S>(&scores, scale, state, scaled_lanes);
                 if new_max_lanes == 0 {
