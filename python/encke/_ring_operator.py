@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from encke._observed import refuse_second_order
 from encke._readable import readable
 from encke._ring import Request, Ring, agreed, ring_of
 from encke._torch import (
@@ -238,3 +239,4 @@ def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Any, 
 
 
 torch.library.register_autograd("encke::ring_attention", _differentiate, setup_context=_setup)
+_backward_operator.register_autograd(refuse_second_order)

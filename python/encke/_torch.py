@@ -24,6 +24,7 @@ from encke import _gpu, _readable, _rules
 from encke._gpu import computed_in as _computed_in, summed_in as _summed_in
 from encke._observed import (
     PLAIN,
+    in_gradients,
     dispatched,
     is_batched,
     is_plain,
@@ -402,7 +403,10 @@ def _through_operator(
 ) -> tuple[Tensor, Tensor]:
     given = (q, k, v, *tensors, *operator_arguments(options))
     if torch.compiler.is_compiling():
-        out, lse, _, _ = _attention_operator(*given)
+        in_graph = _attention_operator
+        if in_gradients(q, k, v, tensors.sinks):
+            in_graph = transformed_operator
+        out, lse, _, _ = in_graph(*given)
     else:
         named = dict(q=q, k=k, v=v, sinks=q if tensors.sinks is None else tensors.sinks)
         operator = _Transformed.apply if transformed() else _attention_operator
@@ -552,6 +556,11 @@ class _Transformed(torch.autograd.Function):
     setup_context = staticmethod(_setup)
     backward = staticmethod(_differentiate)
     vmap = staticmethod(lambda *given: _rules.vmapped(_Transformed.apply, 3, _COUNT)(*given))
+
+
+def transformed_operator(*given: Any) -> tuple[Tensor, ...]:
+    """The same as one node of a graph, which torch.compile does not look into."""
+    return _Transformed.apply(*given)
 
 
 class _TransformedBackward(torch.autograd.Function):

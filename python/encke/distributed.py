@@ -38,7 +38,13 @@ from torch import Tensor
 from encke import _encke
 from encke._ring import Request, agree, attend, cut_of, expected_sizes
 from encke._ring_operator import as_operator
-from encke._observed import dispatched, is_plain, observed, refuse_tangents
+from encke._observed import (
+    dispatched,
+    is_plain,
+    observed,
+    refuse_gradients_in_graph,
+    refuse_tangents,
+)
 from encke._readable import readable
 from encke._torch import BatchMasks, _autocast, _refuse_others, _sinks
 from encke._wire import Disagreement, wire_of
@@ -166,6 +172,7 @@ def ring_attention(
     if torch.compiler.is_compiling():
         if refusal is not None:
             raise refusal
+        refuse_gradients_in_graph(q, k, v, sinks)
         out, lse = as_operator((q, k, v), masks, group, request)
     elif refusal is None and (observed() or not is_plain(*inputs)):
         named = dict(zip(("q_local", "k_local", "v_local", "sinks"), inputs))

@@ -150,6 +150,21 @@ def refuse_own_attention(config: Any) -> None:
         )
 
 
+# What some models give their attention beside q, k, v and a mask, and means something to it.
+_OTHER_TERMS = ("attn_bias", "attention_bias", "block_indices", "indices", "sinks")
+
+
+def refuse_unknown(given: dict[str, Any]) -> None:
+    """Refuses what a model gives its attention that Encke would leave out: chosen keys, biases,
+    sinks that differ between queries."""
+    for name in _OTHER_TERMS:
+        if given.get(name) is not None:
+            raise UnsupportedMask(
+                f"this model gives its attention {name}, which Encke does not compute; use "
+                'attn_implementation="eager" or "sdpa"'
+            )
+
+
 @functools.lru_cache(maxsize=None)
 def _computes_its_own(module: str) -> bool:
     found = vars(sys.modules[module]) if module in sys.modules else {}
@@ -180,6 +195,8 @@ def read(description: Tensor) -> Visibility:
         )
     left, right = (None if side < 0 else side for side in header[2:4])
     documents = values[:, _HEADER:]
+    if (documents == _MARK).any():
+        raise _unsupported("several masks one after the other (keys of two sequences)")
     if (documents < 0).any():
         raise _unsupported("one in which blocks of tokens see each other in both ways")
     whole = None if (documents == 1).all() else documents
