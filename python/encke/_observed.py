@@ -122,9 +122,10 @@ def dispatched(call: Callable[..., Any], **given: Any) -> Any:
         )
     try:
         return call()
-    except (NotImplementedError, TypeError) as error:
+    except (RuntimeError, TypeError) as error:
         others = {name: x for name, x in given.items() if not is_plain(x)}
         foreign = isinstance(error, NotImplementedError) or "dispatch" in str(error)
+        foreign = foreign or "DTensor" in str(error)
         if not others or not foreign:
             raise
         name, tensor = next(iter(others.items()))

@@ -13,6 +13,7 @@ from typing import Any, Optional
 import numpy
 
 from encke._encke import UnreadableTensor
+from encke._unusual import is_freed
 
 
 def forward(found: Any, q: Any, k: Any, v: Any, sinks: Any = None) -> tuple[Any, ...]:
@@ -57,6 +58,14 @@ def readable(tensor: Any) -> Any:
         return tensor if good else numpy.array(tensor, order="C", copy=True)
     import torch
 
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        # The extension, or the caller, has the sentence.
+        return tensor
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_freed(tensor):
+        raise ValueError(
+            f"a tensor {list(tensor.shape)} has no memory: its storage was freed; give a tensor "
+            "that holds its elements"
+        )
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if torch._is_zerotensor(tensor):

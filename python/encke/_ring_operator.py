@@ -191,8 +191,8 @@ def _backward(
         saved[0] = None
     else:
         saved[2:] = [None, None]
-    dlse = None if dlse is None else readable(dlse.contiguous())
-    dout = readable(dout.contiguous())
+    dlse = None if dlse is None else readable(dlse).contiguous()
+    dout = readable(dout).contiguous()
     saved.append(tensors.sinks)
     *gradients, dsinks = ring.backward(q, k, v, *saved, dout=dout, dlse=dlse)
     return *gradients, q.new_empty(0) if dsinks is None else dsinks

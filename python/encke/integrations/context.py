@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
-from encke._torch import _autocast
+from encke._torch import _autocast, under_autocast
 from encke.distributed import ring_attention, sizes_of
 from encke.integrations import compiled_ring
 from encke.integrations.visibility import (
@@ -227,7 +227,7 @@ def ring_forward(
         attention_mask = band(causal, left, -1 if causal else left, _documents_of(context))
     seed = _agreed_seed(context, q.device) if dropout else None
     if torch.compiler.is_compiling():
-        if torch.is_autocast_enabled(q.device.type):
+        if under_autocast(q):
             q, k, v = _autocast(q, k, v)
         ring = (context.group_name, context.sharding)
         scores = (s_aux, seed, *ring, scaling, softcap, float(dropout))
