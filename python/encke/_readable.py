@@ -44,7 +44,10 @@ def copied(error: ValueError, *tensors: Optional[Any]) -> list[Any]:
     """The tensors, with copies of those that cannot be read; raises ``error`` if none can help."""
     if not isinstance(error, UnreadableTensor):
         raise error
-    copies = [None if x is None else readable(x) for x in tensors]
+    try:
+        copies = [None if x is None else readable(x) for x in tensors]
+    except ValueError as unnamed:
+        raise (error if "has no memory" in str(error) else unnamed) from None
     if all(copy is x for copy, x in zip(copies, tensors)):
         raise error
     return copies

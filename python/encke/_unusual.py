@@ -109,6 +109,8 @@ def is_freed(tensor: Any) -> bool:
 
     if not tensor.numel() or torch._is_zerotensor(tensor) or tensor.device.type == "meta":
         return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
     return not tensor.untyped_storage().data_ptr()
 
 

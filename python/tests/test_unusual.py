@@ -190,6 +190,20 @@ def test_empty_batches_and_sequences_of_torchs_function(queries, keys):
         assert encke.scaled_dot_product_attention(q, k, k, **options).shape == q.shape
 
 
+def test_transforms_of_torch_func_reach_every_mask():
+    """What a transform wraps is no tensor without memory."""
+    v = random(4, *SHAPE)
+    for name in ("key_lengths", "sinks", "autocast", "scaled_dot_product_attention"):
+        def loss(v, call=CALLS[name]):
+            return call(Q, K, v).sin().sum()
+
+        tracked = v.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(loss(tracked), tracked)
+        close = dict(rtol=1e-12, atol=1e-12) if name != "autocast" else dict(rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(torch.func.grad(loss)(v), wanted, **close)
+        torch.testing.assert_close(torch.func.functionalize(loss)(v), loss(v), **close)
+
+
 def test_empty_heads_of_padded_batches_are_refused():
     q = torch.zeros(2, 5, 0, 3)
     with pytest.raises(ValueError, match="heads is 0"):
