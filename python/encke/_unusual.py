@@ -1,5 +1,5 @@
-"""Sentences for what is no tensor of rows: other objects, layouts without rows, types that Encke does
-not compute, devices and storages without memory.
+"""Sentences for what is no tensor of rows: other objects, layouts without rows, types that Encke
+does not compute, devices and storages without memory.
 
 The decision here: a plain call of :func:`encke.attention` does not ask, because the extension
 refuses what it cannot read. Here is for calls that touch their tensors before: they would end in

@@ -122,7 +122,7 @@ def describe_band(
 
 
 def band(causal: bool, left: int, right: int, documents: Tensor, first: Any = 0) -> Tensor:
-    """The description of a window (-1: no limit) inside documents, for queries from ``first`` on."""
+    """The description of a window (-1: no limit) inside documents; queries begin at ``first``."""
     header = torch.tensor([_MARK, int(causal), left, right, 0, 0], device=documents.device)
     header[4] += first
     header[5] += documents.shape[1]
