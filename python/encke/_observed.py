@@ -27,6 +27,10 @@ _function_modes = torch._C._len_torch_function_stack
 # Whether a gradient is one of several (is_grads_batched): autograd maps over them without
 # torch.func's transforms.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
+_NO_FORWARD_MODE = (
+    "encke.attention has no forward-mode derivative (jvp, jacfwd, dual tensors); use reverse mode "
+    "(grad, vjp, jacrev), or torch.nn.functional.scaled_dot_product_attention"
+)
 # Classes that keep their elements in memory.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -64,11 +68,43 @@ def refuse_tangents(**given: Any) -> None:
         for x in given.values()
     )
     if dual or _transforms() and _is_jvp():
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+def in_gradients(*tensors: Any) -> bool:
+    """Whether a call that torch.compile traces is inside of gradients of torch.func; refuses
+    forward-mode differentiation, whose tangents would be lost."""
+    levels = _levels()
+    if "Jvp" in levels:
+        raise NotImplementedError(_NO_FORWARD_MODE)
+    for x in tensors:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(_NO_FORWARD_MODE)
+    return "Grad" in levels
+
+
+def refuse_gradients_in_graph(*tensors: Any) -> None:
+    """The same for operators that have no rule for torch.func."""
+    if in_gradients(*tensors):
         raise NotImplementedError(
-            "encke.attention has no forward-mode derivative (jvp, jacfwd, dual tensors); use "
-            "reverse mode (grad, vjp, jacrev), or "
-            "torch.nn.functional.scaled_dot_product_attention"
+            "this attention is not in a graph of torch.compile inside of torch.func.grad, vjp or "
+            "jacrev; use autograd: torch.autograd.grad, or backward()"
         )
+
+
+def _levels() -> str:
+    """The kinds of transforms that are under way."""
+    from encke import _torch
+
+    # Here, because torch.compile is under way: it is slow to import.
+    torch.compiler.allow_in_graph(_torch.transformed_operator)
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return " ".join(level.key().name for level in stack)
+
+
+# torch.compile calls it while it traces, and keeps the result: what
+# torch.compiler.assume_constant_result does, which would import the compiler.
+_levels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_jvp() -> bool:
@@ -86,9 +122,10 @@ def dispatched(call: Callable[..., Any], **given: Any) -> Any:
         )
     try:
         return call()
-    except (NotImplementedError, TypeError) as error:
+    except (RuntimeError, TypeError) as error:
         others = {name: x for name, x in given.items() if not is_plain(x)}
         foreign = isinstance(error, NotImplementedError) or "dispatch" in str(error)
+        foreign = foreign or "DTensor" in str(error)
         if not others or not foreign:
             raise
         name, tensor = next(iter(others.items()))

@@ -13,6 +13,7 @@ from typing import Any, Optional
 import numpy
 
 from encke._encke import UnreadableTensor
+from encke._unusual import is_freed
 
 
 def forward(found: Any, q: Any, k: Any, v: Any, sinks: Any = None) -> tuple[Any, ...]:
@@ -43,7 +44,10 @@ def copied(error: ValueError, *tensors: Optional[Any]) -> list[Any]:
     """The tensors, with copies of those that cannot be read; raises ``error`` if none can help."""
     if not isinstance(error, UnreadableTensor):
         raise error
-    copies = [None if x is None else readable(x) for x in tensors]
+    try:
+        copies = [None if x is None else readable(x) for x in tensors]
+    except ValueError as unnamed:
+        raise (error if "has no memory" in str(error) else unnamed) from None
     if all(copy is x for copy, x in zip(copies, tensors)):
         raise error
     return copies
@@ -57,6 +61,14 @@ def readable(tensor: Any) -> Any:
         return tensor if good else numpy.array(tensor, order="C", copy=True)
     import torch
 
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        # The extension, or the caller, has the sentence.
+        return tensor
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_freed(tensor):
+        raise ValueError(
+            f"a tensor {list(tensor.shape)} has no memory: its storage was freed; give a tensor "
+            "that holds its elements"
+        )
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if torch._is_zerotensor(tensor):

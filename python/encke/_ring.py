@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from encke import _cuda, _encke, _gpu
 from encke._gpu_mixing import GpuMixing, is_needed
-from encke._observed import observed
+from encke._observed import dispatched, is_plain, observed
 from encke._readable import readable
+from encke._unusual import refuse_tensor
 from encke._wire import Disagreement, Wire, wire_of
 from encke.options import Options
 
@@ -172,16 +173,34 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         # Whether the lse has a gradient depends on the agreed request, not on this rank's loss: the
         # messages of all ranks must match.
-        dlse = readable(dlse.contiguous()) if ctx.with_lse else None
-        dout = readable(dout.contiguous())
-        if observed():
+        given = [dout, dlse if ctx.with_lse else None]
+        with ctx.ring.wire.reporting:
+            refuse_tensor("dout", dout)
+            plain = is_plain(dout, dlse)
+            if plain:
+                given = [None if x is None else readable(x).contiguous() for x in given]
+        if observed() or not plain:
             from encke._ring_operator import backward_as_operator
 
-            every = backward_as_operator(ctx.ring, ctx.request, ctx.saved_tensors, dout, dlse)
+            def call() -> Any:
+                return backward_as_operator(ctx.ring, ctx.request, ctx.saved_tensors, *given)
+
+            with ctx.ring.wire.reporting:
+                every = dispatched(call, dout=dout)
         else:
-            every = ctx.ring.backward(*ctx.saved_tensors, dout=dout, dlse=dlse)
+            every = ctx.ring.backward(*ctx.saved_tensors, dout=given[0], dlse=given[1])
         needed = zip(every, ctx.needs_input_grad)
         return *(gradient if need else None for gradient, need in needed), None, None
+
+
+def refuse_on_all(group: Optional[dist.ProcessGroup], refusal: Exception) -> None:
+    """Raises what is wrong with this rank's own arguments, once the other ranks, which wait for its
+    request, know it too."""
+    if not dist.is_initialized():
+        raise refusal
+    wire = wire_of(group)
+    wire.check()
+    agree(wire, {}, (-1, -1), refusal)
 
 
 def agreed(
@@ -193,7 +212,7 @@ def agreed(
     """The ring for a call, once all ranks have made the same request."""
     wire.check()
     rows = tuple(x.shape[1] if x.dim() == 4 else -1 for x in given[:2])
-    shapes = tuple((x.shape[0], *x.shape[2:]) for x in given)
+    shapes = tuple((*x.shape[:1], *x.shape[2:]) for x in given)
     key = (request, shapes, rows, given[0].dtype, given[0].device)
     cached = wire.agreed.get(request.options, key) if request.sizes is not None else None
     if cached is not None and refusal is None:
@@ -272,7 +291,7 @@ def _describe(given: tuple[Tensor, ...], request: Request) -> dict[str, Any]:
     del description["options"]
     description["device"] = given[0].device.type
     description["dtypes"] = [str(x.dtype) for x in given]
-    description["shapes"] = [(x.shape[0], *x.shape[2:]) for x in given]
+    description["shapes"] = [(*x.shape[:1], *x.shape[2:]) for x in given]
     return description
 
 
@@ -296,6 +315,17 @@ def _check(given: tuple[Tensor, Tensor, Tensor], request: Request) -> None:
             raise TypeError(
                 f"{name} is {tensor.dtype} but q is {given[0].dtype}; convert one of them"
             )
+    of_q, of_k, of_v = ((*tensor.shape[:1], *tensor.shape[2:]) for tensor in given)
+    if of_q[0] != of_k[0] or of_q[2] != of_k[2]:
+        raise ValueError(
+            f"k has shape {list(given[1].shape)} and q {list(given[0].shape)}; batch and head "
+            "dimension must be equal"
+        )
+    if of_v[:2] != of_k[:2]:
+        raise ValueError(
+            f"v has shape {list(given[2].shape)} and k {list(given[1].shape)}; batch and heads "
+            "must be equal"
+        )
     q, k, v = (tensor.shape[1] for tensor in given)
     if v != k:
         raise ValueError(f"v has {v} rows but k has {k}")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from encke._observed import refuse_second_order
 from encke._readable import readable
 from encke._ring import Request, Ring, agreed, ring_of
 from encke._torch import (
@@ -190,8 +191,8 @@ def _backward(
         saved[0] = None
     else:
         saved[2:] = [None, None]
-    dlse = None if dlse is None else readable(dlse.contiguous())
-    dout = readable(dout.contiguous())
+    dlse = None if dlse is None else readable(dlse).contiguous()
+    dout = readable(dout).contiguous()
     saved.append(tensors.sinks)
     *gradients, dsinks = ring.backward(q, k, v, *saved, dout=dout, dlse=dlse)
     return *gradients, q.new_empty(0) if dsinks is None else dsinks
@@ -238,3 +239,4 @@ def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Any, 
 
 
 torch.library.register_autograd("encke::ring_attention", _differentiate, setup_context=_setup)
+_backward_operator.register_autograd(refuse_second_order)

@@ -24,6 +24,7 @@ from encke import _gpu, _readable, _rules
 from encke._gpu import computed_in as _computed_in, summed_in as _summed_in
 from encke._observed import (
     PLAIN,
+    in_gradients,
     dispatched,
     is_batched,
     is_plain,
@@ -32,6 +33,7 @@ from encke._observed import (
     refuse_tangents,
     transformed,
 )
+from encke._unusual import refuse_tensor, refuse_unusual
 from encke.masks import (
     boundaries,
     documents_of,
@@ -61,7 +63,7 @@ def attention(
     plain = type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
     if not plain:
         _refuse_others(q=q, k=k, v=v)
-    if _any_autocast() and torch.is_autocast_enabled(q.device.type):
+    if _any_autocast() and under_autocast(q):
         q, k, v = _autocast(q, k, v)
     if not plain or torch.compiler.is_compiling() or observed():
         return _through_operator(q, k, v, options, MaskTensors())
@@ -102,8 +104,11 @@ def attention_with(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call with any of ``given``."""
     _refuse_others(q=q, k=k, v=v)
+    touched = given.key_lengths is not None or given.sinks is not None
+    if touched and not torch.compiler.is_compiling():
+        refuse_unusual(q=q, k=k, v=v)
     sinks = None if given.sinks is None else _sinks(given.sinks, q)
-    if torch.is_autocast_enabled(q.device.type):
+    if under_autocast(q):
         q, k, v = _autocast(q, k, v)
     if given.seed is None and options[_DROPOUT]:
         given = given._replace(seed=torch.randint(2**63 - 1, (), device="cpu"))
@@ -149,9 +154,18 @@ def _refuse_others(**given: Any) -> None:
 
 
 def _autocast(*tensors: Tensor) -> Any:
-    """As for torch's own attention: the autocast dtype for all inputs but float64."""
+    """As for torch's own attention: the autocast dtype for inputs of real numbers but float64."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    if not torch.compiler.is_compiling():
+        for name, x in zip("qkv", tensors):
+            refuse_tensor(name, x)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def under_autocast(q: Tensor) -> bool:
+    """Whether autocast is on for the device of a tensor, if that has any."""
+    kind = q.device.type
+    return bool(_any_autocast()) and kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def _forward(
@@ -281,7 +295,8 @@ def _backward(
 ) -> tuple[Optional[Tensor], ...]:
     """dq, dk, dv and, with sinks, their gradient."""
     # The gradient of a sum has stride 0, which the library does not read.
-    if dout.stride(-1) != 1:
+    if dout.layout is not torch.strided or dout.stride(-1) != 1:
+        refuse_tensor("dout", dout)
         dout = dout.contiguous()
     saved = (out, lse, slot_out, slot_lse)
     if not q.is_cuda:
@@ -402,7 +417,10 @@ def _through_operator(
 ) -> tuple[Tensor, Tensor]:
     given = (q, k, v, *tensors, *operator_arguments(options))
     if torch.compiler.is_compiling():
-        out, lse, _, _ = _attention_operator(*given)
+        in_graph = _attention_operator
+        if in_gradients(q, k, v, tensors.sinks):
+            in_graph = transformed_operator
+        out, lse, _, _ = in_graph(*given)
     else:
         named = dict(q=q, k=k, v=v, sinks=q if tensors.sinks is None else tensors.sinks)
         operator = _Transformed.apply if transformed() else _attention_operator
@@ -552,6 +570,11 @@ class _Transformed(torch.autograd.Function):
     setup_context = staticmethod(_setup)
     backward = staticmethod(_differentiate)
     vmap = staticmethod(lambda *given: _rules.vmapped(_Transformed.apply, 3, _COUNT)(*given))
+
+
+def transformed_operator(*given: Any) -> tuple[Tensor, ...]:
+    """The same as one node of a graph, which torch.compile does not look into."""
+    return _Transformed.apply(*given)
 
 
 class _TransformedBackward(torch.autograd.Function):

@@ -36,11 +36,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from encke import _encke
-from encke._ring import Request, agree, attend, cut_of, expected_sizes
+from encke._ring import Request, agree, attend, cut_of, expected_sizes, refuse_on_all
 from encke._ring_operator import as_operator
-from encke._observed import dispatched, is_plain, observed, refuse_tangents
+from encke._observed import (
+    dispatched,
+    is_plain,
+    observed,
+    refuse_gradients_in_graph,
+    refuse_tangents,
+)
 from encke._readable import readable
-from encke._torch import BatchMasks, _autocast, _refuse_others, _sinks
+from encke._torch import BatchMasks, _autocast, _refuse_others, _sinks, under_autocast
+from encke._unusual import refuse_unusual
 from encke._wire import Disagreement, wire_of
 from encke.masks import boundaries, documents_of, offset_of, prefix_of, rate_of, window_of
 from encke.options import Options, as_tuple, from_keywords, refuse_wrong, with_masks
@@ -123,8 +130,15 @@ def ring_attention(
     ``return_lse``.
     """
     q, k, v = q_local, k_local, v_local
-    _refuse_others(q_local=q, k_local=k, v_local=v)
-    if torch.is_autocast_enabled(q.device.type):
+    if torch.compiler.is_compiling():
+        _refuse_others(q_local=q, k_local=k, v_local=v)
+    else:
+        try:
+            _refuse_others(q_local=q, k_local=k, v_local=v)
+            refuse_unusual(q_local=q, k_local=k, v_local=v)
+        except (TypeError, ValueError) as error:
+            refuse_on_all(group, error)
+    if under_autocast(q):
         q, k, v = _autocast(q, k, v)
     options = Options(
         segment_lengths=as_tuple(segment_lengths),
@@ -166,6 +180,7 @@ def ring_attention(
     if torch.compiler.is_compiling():
         if refusal is not None:
             raise refusal
+        refuse_gradients_in_graph(q, k, v, sinks)
         out, lse = as_operator((q, k, v), masks, group, request)
     elif refusal is None and (observed() or not is_plain(*inputs)):
         named = dict(zip(("q_local", "k_local", "v_local", "sinks"), inputs))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, TypeVar, Union, overlo
 import numpy
 
 from encke import _readable
+from encke._unusual import refuse_dimensions, refuse_unusual, refuse_wrappers
 from encke.masks import key_lengths_of, numbers, offset_of, prefix_of, rate_of, window_of
 from encke.options import Options, as_tuple, find, from_keywords, with_masks
 from encke.padding import find_padded
@@ -352,12 +353,9 @@ def varlen_attention(
     for name in ("documents", "key_lengths"):
         if options.get(name) is not None:
             raise TypeError(f"{name} and cu_seqlens both divide the tokens; leave {name} out")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if hasattr(tensor, "shape") and len(tensor.shape) != 3:
-            raise ValueError(
-                f"{name} has {len(tensor.shape)} dimensions, {tuple(tensor.shape)}; it must have "
-                "3, [tokens, heads, dim]"
-            )
+    if _torch_module is None or not _torch_module.torch.compiler.is_compiling():
+        refuse_unusual(q=q, k=k, v=v)
+    refuse_dimensions(3, "[tokens, heads, dim]", q=q, k=k, v=v)
     found = attention(q[None], k[None], v[None], cu_seqlens=cu_seqlens, **options)
     return (found[0][0], found[1][0]) if options.get("return_lse", False) else found[0]
 
@@ -395,7 +393,7 @@ def attention_backward(
         # The outputs of single branches are not part of (out, lse).
         out = lse = None
     given = None if sinks is None else numbers("sinks", sinks)
-    _readable.refuse_masked(q, k, v)
+    refuse_wrappers(q=q, k=k, v=v, dout=dout)
     saved = (out, lse, None, None)
     *gradients, dsinks = _readable.backward(found, q, k, v, saved, dout, dlse, given)
     return tuple(gradients) if sinks is None else (*gradients, numpy.array(dsinks))
@@ -436,7 +434,13 @@ def report(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> dict[str, Any]:
     >>> result["ranks"][0]["borrowed_bytes"] == q.nbytes + k.nbytes + v.nbytes
     True
     """
-    return find(tuple(from_keywords(options))).report(q, k, v)
+    refuse_wrappers(q=q, k=k, v=v)
+    found = find(tuple(from_keywords(options)))
+    try:
+        return found.report(q, k, v)
+    except ValueError as error:
+        copies = _readable.copied(error, q, k, v)
+    return found.report(*copies)
 
 
 __all__ = [

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy
 
+from encke import _readable
+from encke._unusual import refuse_dimensions, refuse_wrappers
 from encke.options import Options, find, from_keywords
 
 
@@ -37,6 +39,7 @@ def attention_rows(q: Any, k: Any, lse: Any, rows: Sequence[int], **options: Any
     >>> torch.allclose(shares[0, 0, 1] @ v[0, :, 1], out[0, 0, 1], atol=1e-5)
     True
     """
+    _check(q, k, lse)
     given, found = _attention(options)
     batch, queries, heads, dim = q.shape
     tokens, kv_heads = k.shape[1:3]
@@ -75,6 +78,7 @@ def attention_columns(q: Any, k: Any, lse: Any, **options: Any) -> Any:
     >>> bool(np.allclose(sums.sum(-1), 16))
     True
     """
+    _check(q, k, lse)
     _, found = _attention(options)
     heads, kv_heads = q.shape[2], k.shape[2]
     _, sums = _library(q)
@@ -94,8 +98,15 @@ def attention_columns(q: Any, k: Any, lse: Any, **options: Any) -> Any:
 
         _, _, dv, _ = _torch._backward(found, q, k, v, out, lse, None, None, None, dout, None)
     else:
-        _, _, dv, _ = found.backward(q, k, v, (out, lse, None, None), dout, None, None)
+        saved = (out, lse, None, None)
+        _, _, dv, _ = _readable.backward(found, q, k, v, saved, dout, None)
     return dv[..., 0].swapaxes(1, 2)
+
+
+def _check(q: Any, k: Any, lse: Any) -> None:
+    refuse_wrappers(q=q, k=k, lse=lse)
+    refuse_dimensions(4, "[batch, tokens, heads, dim]", q=q, k=k)
+    refuse_dimensions(3, "[batch, tokens, heads]", lse=lse)
 
 
 def _attention(options: dict[str, Any]) -> tuple[Options, Any]:

@@ -128,7 +128,7 @@ class _Rows:
         rest = tuple(tensor.shape[2:])
         if not self._index.size:
             return _full(tensor, (1, 1, *rest), 0.0)
-        flat = tensor.reshape((-1, *rest))
+        flat = tensor.reshape((self._shape[0] * self._shape[1], *rest))
         return flat[self._index_for(tensor)][None]
 
     def unpack(self, packed: Optional[Any], missing: float) -> Optional[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Optional
 
+from encke._unusual import refuse_unusual
 from encke.functional import attention
 from encke.recognition import MaskError, pattern_of
 
@@ -45,6 +47,8 @@ def scaled_dot_product_attention(
                 f"{name} has shape {list(tensor.shape)} and query {list(q.shape)}; all must have "
                 "the same number of dimensions, [..., heads, tokens, dim]"
             )
+    if not torch.compiler.is_compiling():
+        refuse_unusual(query=query, key=key, value=value)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal are both given; give one of them")
     if q.dim() > 2 and q.shape[-3] != k.shape[-3] and not enable_gqa and k.shape[-3] != 1:
@@ -69,7 +73,7 @@ def _rows(x: Any, lead: Any) -> Any:
     if x.dim() == 2:
         x = x[None]
     x = x.expand(*lead, *x.shape[-3:])
-    return x.reshape(-1, *x.shape[-3:]).transpose(1, 2)
+    return x.reshape(math.prod(lead), *x.shape[-3:]).transpose(1, 2)
 
 
 def _causal(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
@@ -109,7 +113,7 @@ def _masks(mask: Any, lead: Any, heads: int, q: Any, k: Any) -> dict[str, Any]:
     pairs = (q.shape[1], k.shape[1])
     if bool(mask.all()):
         return {}
-    mask = mask.expand(*lead, heads, *pairs).reshape(-1, heads, *pairs)
+    mask = mask.expand(*lead, heads, *pairs).reshape(math.prod(lead), heads, *pairs)
     if not bool((mask == mask[:, :1]).all()):
         raise MaskError("attn_mask differs between heads; Encke's masks are equal for all", ())
     if pairs[0] > pairs[1]:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import encke.distributed as ring
+from inductor_cases import Graphs, missing_compiler, model, tensors as around
 from ring_cases import raised, tensors
 
 
@@ -36,6 +37,20 @@ def default_backend():
         found.append([out, *torch.autograd.grad(out, given, dout)])
     assert all(torch.equal(a, b) for a, b in zip(*found))
     torch._dynamo.reset()
+    if missing_compiler():
+        return f"in part: {missing_compiler()}"
+    # With operations around the call, sinks, documents and the lse.
+    graphs = Graphs()
+    found = []
+    for function in (model, torch.compile(model, backend=graphs, fullgraph=True)):
+        sinks = around()[3]
+        given = [ring.shard(x.detach(), sharding="zigzag").requires_grad_() for x in around()[:3]]
+        value = function(ring.ring_attention, *given, sinks, sharding="zigzag")
+        found.append([value, *torch.autograd.grad(value, [*given, sinks])])
+    for got, wanted in zip(*found):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    assert graphs.made == 1, graphs.made
+    torch._dynamo.reset()
     return None
 
 
@@ -56,6 +71,12 @@ def unusual_tensors():
     assert torch.equal(ring.ring_attention(*local), expected)
     assert "ndarray" in raised(TypeError, lambda: ring.ring_attention(*map(_array, (q, k, v))))
     assert "list" in raised(TypeError, lambda: ring.ring_attention(q.tolist(), k, v))
+    # A rank alone raises its own error, the others name it, and the group can be used.
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for bad in (k.tolist(), k.to_sparse(), k.to("meta")):
+        raises = (TypeError, ValueError) if last else ring.Disagreement
+        message = raised(raises, lambda: ring.ring_attention(q, bad if last else k, v))
+        assert ("k_local" in message) and (last or "cannot take part" in message), message
     across = q.transpose(2, 3).contiguous().transpose(2, 3)
     assert torch.equal(ring.ring_attention(across, k, v), expected)
     lazily = torch.complex(dout, -dout).conj().imag

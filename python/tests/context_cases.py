@@ -6,6 +6,7 @@ Every rank computes the whole batch by itself with attn_implementation="encke", 
 from __future__ import annotations
 
 import copy
+import ctypes
 import datetime
 import os
 import sys
@@ -191,6 +192,86 @@ def compiled():
     return backend
 
 
+def peak_memory():
+    """The most memory of a training step of transformers' Trainer falls with the number of
+    processes that share a sequence: a ring of one, of two and of all, by each process's resident
+    size."""
+    if dist.get_world_size() != 4:
+        return "skipped: with 4 processes"
+    try:
+        import accelerate  # noqa: F401
+    except ImportError:
+        return "skipped: accelerate is not installed"
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        return "skipped: the peak of a process cannot be reset here"
+    # Memory of this size is returned as soon as it is freed: sizes are those of living tensors.
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)
+    rank = dist.get_rank()
+    alone = [dist.new_group([of]) for of in range(4)][rank]
+    two = [dist.new_group([of, of + 1]) for of in (0, 2)][rank // 2]
+    peaks = [peak_of_a_step(group) for group in (alone, two, dist.group.WORLD)]
+    every = [None] * 4
+    dist.all_gather_object(every, peaks)
+    one, half, quarter = (max(of) / 2**20 for of in zip(*every))
+    figures = f"at most {one:.0f}, {half:.0f} and {quarter:.0f} MiB on 1, 2 and 4 processes"
+    # Of half and a quarter, as the activations are; the parameters are small here.
+    assert one > 20 and half < 0.7 * one and quarter < 0.7 * half, figures
+    return figures
+
+
+def peak_of_a_step(group):
+    """The bytes that the second training step takes above those before it."""
+    import tempfile
+
+    import transformers
+
+    tokens, document = 8192, 512
+    torch.manual_seed(2)
+    model, _ = causal_pair("mistral", torch.float32)
+    positions = torch.arange(document).repeat(tokens // document)
+    ids = torch.randint(3, 61, (tokens,))
+    example = dict(input_ids=ids, labels=ids, position_ids=positions)
+    steps = Peaks()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, max_steps=2, per_device_train_batch_size=1, save_strategy="no",
+            report_to=[], disable_tqdm=True, use_cpu=True, ddp_backend="gloo", logging_steps=100,
+            ddp_find_unused_parameters=True,
+        )
+        trainer = transformers.Trainer(
+            copy.deepcopy(model), arguments, train_dataset=[example] * 8, callbacks=[steps.callback]
+        )
+        with encke.distributed.context_parallel(group, model=trainer.model):
+            trainer.train()
+    return steps.taken[-1]
+
+
+class Peaks:
+    """The most memory of each training step, above that at its beginning."""
+
+    def __init__(self):
+        import transformers
+
+        self.taken, peaks = [], self
+
+        class Callback(transformers.TrainerCallback):
+            def on_step_begin(self, *_, **__):
+                with open("/proc/self/clear_refs", "w") as file:
+                    file.write("5")
+                peaks.before = resident("VmRSS")
+
+            def on_step_end(self, *_, **__):
+                peaks.taken.append(resident("VmHWM") - peaks.before)
+
+        self.callback = Callback()
+
+
+def resident(name):
+    """A size of this process, in bytes."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name)) * 1024
+
+
 def refusals():
     _, whole = causal_pair("llama")
     model = copy.deepcopy(whole)
@@ -218,7 +299,7 @@ def refusals():
 
 
 CASES = [losses_and_gradients, without_a_model, wrapped, fully_sharded, mixed_precision]
-CASES += [compiled, refusals]
+CASES += [compiled, peak_memory, refusals]
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))

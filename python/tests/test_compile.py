@@ -148,3 +148,59 @@ def test_opcheck_of_mask_tensors(randn):
         key_lengths=torch.tensor([9]),
     )
     torch.library.opcheck(_torch._attention_operator, (*inputs(randn), *tensors, *flat))
+
+
+def of_torch_func(q, k, v):
+    """A gradient, and gradients of each entry of a batch."""
+
+    def loss(q):
+        return encke.attention(q * 2, k, v, causal=True).sin().sum()
+
+    def of_entry(q):
+        return encke.attention(q[None], k, v, window=(4, 0)).sin().sum()
+
+    return torch.func.grad(loss)(q), torch.func.vmap(torch.func.grad(of_entry))(q)
+
+
+def test_gradients_of_torch_func_in_a_whole_graph(randn):
+    given = [x.detach() for x in inputs(randn)]
+    torch._dynamo.reset()
+    compiled = torch.compile(of_torch_func, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(compiled(*given), of_torch_func(*given)):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def jvp(q, k, v, attend):
+    return torch.func.jvp(lambda q: attend(q, k, v), (q,), (q,))
+
+
+def dual(q, k, v, attend):
+    with torch.autograd.forward_ad.dual_level():
+        out = attend(torch.autograd.forward_ad.make_dual(q, q), k, v)
+        return torch.autograd.forward_ad.unpack_dual(out).tangent
+
+
+def hessian(q, k, v, attend):
+    return torch.func.hessian(lambda s: attend(q * s, k, v).sum())(q.new_ones(()))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("derivative", [jvp, dual, hessian])
+def test_forward_mode_in_a_graph_is_refused(randn, derivative, fullgraph):
+    """A graph would lose the tangents without a word."""
+    given = [x.detach() for x in inputs(randn)]
+    for options in ({}, dict(documents=[5, 7])):
+        torch._dynamo.reset()
+        compiled = torch.compile(derivative, fullgraph=fullgraph, backend="aot_eager")
+        with pytest.raises(Exception, match="no forward-mode derivative"):
+            compiled(*given, lambda q, k, v: encke.attention(q, k, v, **options))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_second_order_of_a_graph_is_refused(randn, backend):
+    q, k, v = inputs(randn)
+    torch._dynamo.reset()
+    out = torch.compile(encke.attention, fullgraph=True, backend=backend)(q, k, v)
+    with pytest.raises(RuntimeError, match="first order only|not currently support double"):
+        (once,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
+        torch.autograd.grad(once.sum(), q)

@@ -28,6 +28,38 @@ def bfloat(q, k, v, *, causal=False):
     """Gradients in another type than the inputs."""
     return ring_attention(q, k, v, causal=causal).bfloat16()
 
+class Rounded(torch.autograd.Function):
+    """Known of two packages: a gradient in float16 has the rounding of bfloat16."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.bfloat16().to(gradient.dtype)
+
+def rounded(q, k, v, *, causal=False):
+    return ring_attention(Rounded.apply(q), k, v, causal=causal)
+
+def part_of_dk(q, k, v):
+    """Known of one package: dk is not that of all queries."""
+    return ring_attention(q, k / 2 + k.detach() / 2, v)
+
+def windows_in_blocks(q, k, v, *, causal=False, window=None):
+    """Known of two packages: positions of keys are those in their block."""
+    blocks = [[torch.empty_like(x) for _ in range(dist.get_world_size())] for x in (k, v)]
+    for every, own in zip(blocks, (k, v)):
+        dist.all_gather(every, own)
+    keys, values = (torch.cat(every, 1) for every in blocks)
+    rows = q.shape[1]
+    where = torch.arange(rows * dist.get_world_size())
+    mine = torch.arange(rows)[:, None]
+    seen = (where <= mine + rows * dist.get_rank()) & (mine - where % rows <= window[0])
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, keys, values)), attn_mask=seen)
+    return out.transpose(1, 2)
+
 def in_place(q, k, v):
     out = ring_attention(q, k, v)
     k.data.zero_()
@@ -67,6 +99,9 @@ MISTAKES = [
     ("local", "forward, causal", "wrong: rank 1: out["),
     ("local", "window", "not offered: the function has no window"),
     ("bfloat", "forward, causal", "wrong: rank 0: out is torch.bfloat16, not torch.float32"),
+    ("rounded", "float16", "wrong: rank 0: dq["),
+    ("part_of_dk", "gradients", "wrong: rank 0: dk["),
+    ("windows_in_blocks", "window longer than a shard", "wrong: rank 1: out["),
     ("in_place", "forward", "failed: rank 0: RuntimeError: the function changed its input k"),
     ("refuses", "forward, causal", "refused: no causal mask here"),
     ("refuses", "forward", "not offered: nothing here"),

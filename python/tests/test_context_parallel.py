@@ -18,7 +18,9 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 
 HERE = Path(__file__).parent
 # context_cases.py compares every model; the example runs with the one that has windows and sinks.
-MODELS = ["llama", "gemma3", "gpt-oss"] if "ENCKE_LONG" in os.environ else ["gpt-oss"]
+LONG = "ENCKE_LONG" in os.environ
+MODELS = ["llama", "gemma3", "gpt-oss"] if LONG else ["gpt-oss"]
+RANKS, STEPS = ([1, 2, 4], 20) if LONG else ([1, 2], 6)
 
 
 def torchrun(ranks, *command):
@@ -37,22 +39,25 @@ def test_context_parallel_equals_one_process(ranks):
 
 
 def check_losses(example, model):
-    """Equal losses on one and two processes."""
+    """Equal losses on one process and on several."""
     losses = []
-    for ranks in (1, 2):
+    for ranks in RANKS:
         path = HERE.parent / "examples" / example
-        lines = torchrun(ranks, path, "--steps=6", f"--model={model}").split("\n")
+        lines = torchrun(ranks, path, f"--steps={STEPS}", f"--model={model}").split("\n")
         losses.append([float(line.split(",")[1]) for line in lines if "," in line[:3]])
-    assert len(losses[0]) == 6 and losses[0][-1] < losses[0][0]
-    for one, two in zip(*losses):
-        assert abs(one - two) <= 1e-5 * one, losses
+    assert len(losses[0]) == STEPS and losses[0][-1] < losses[0][0]
+    for others in losses[1:]:
+        assert len(others) == STEPS
+        for one, of in zip(losses[0], others):
+            assert abs(one - of) <= 1e-5 * one, losses
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_example_has_the_same_losses_on_one_and_two_processes(model):
+def test_the_example_has_the_same_losses_on_one_process_and_on_several(model):
     check_losses("context_parallel.py", model)
 
 
-def test_transformers_trainer_has_the_same_losses_on_one_and_two_processes():
+@pytest.mark.parametrize("model", MODELS)
+def test_transformers_trainer_has_the_same_losses_on_one_process_and_on_several(model):
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
-    check_losses("trainer.py", "gpt-oss")
+    check_losses("trainer.py", model)

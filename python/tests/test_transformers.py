@@ -20,6 +20,8 @@ TOKENS = 13
 # The documents of each batch entry.
 PACKED = [(13,), (4, 1, 8), (7, 6)]
 CLOSE = dict(rtol=1e-9, atol=1e-9)
+# The projections that make queries, in the names of their parameters.
+QUERIES = ("q_proj", "q_b_proj", "c_attn", "qkv_proj", "query_key_value")
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +85,7 @@ def test_logits_and_gradients(name, kind, randn):
             continue
         scale = gradient.abs().max().clamp(min=1.0)
         torch.testing.assert_close(got[parameter] / scale, gradient / scale, **CLOSE)
-    query = next(
-        of for of in got if any(part in of for part in ("q_proj", "q_b_proj", "c_attn", "qkv_proj"))
-    )
+    query = next(of for of in got if any(part in of for part in QUERIES))
     assert got[query].abs().max() > 1e-3, "attention has hardly any effect on this loss"
 
 

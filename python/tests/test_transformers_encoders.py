@@ -80,6 +80,77 @@ def test_bart_generates():
     assert torch.equal(ours.generate(tokens(), **options), eager.generate(tokens(), **options))
 
 
+T5GEMMA = dict(
+    SIZES, head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"],
+    query_pre_attn_scalar=11, attn_logit_softcapping=1.5, dropout_rate=0.0,
+)
+
+
+def t5gemma():
+    """Windows to both sides and softcap in the encoder, and cross attention."""
+    return transformers.T5GemmaConfig(
+        encoder=T5GEMMA, decoder=dict(T5GEMMA, is_decoder=True), vocab_size=61, dropout_rate=0.0
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_t5gemma(side, randn):
+    eager, ours = pair(t5gemma(), transformers.T5GemmaForConditionalGeneration)
+    given = dict(
+        attention_mask=padded(side)[0]["attention_mask"], decoder_input_ids=tokens(count=20)
+    )
+    everything = torch.ones(3, 20, dtype=torch.bool)
+    compare(eager, ours, lambda model: model(tokens(), **given).logits, everything, randn)
+
+
+def test_whisper(randn):
+    config = transformers.WhisperConfig(
+        **{**BART, "max_position_embeddings": None}, num_mel_bins=8, max_source_positions=10,
+        max_target_positions=32,
+    )
+    eager, ours = pair(config, transformers.WhisperForConditionalGeneration)
+    sound = randn(2, 8, 20)
+    everything = torch.ones(2, 15, dtype=torch.bool)
+    call = lambda model: model(  # noqa: E731
+        input_features=sound, decoder_input_ids=tokens(2, 15)
+    ).logits
+    compare(eager, ours, call, everything, randn)
+    options = dict(input_features=sound, max_new_tokens=8, do_sample=False)
+    assert torch.equal(ours.generate(**options), eager.generate(**options))
+
+
+def test_masks_that_a_model_joins_or_cuts_are_refused(randn):
+    """A description is no tensor of pairs: what cuts or joins it changes what it means."""
+    from transformers.masking_utils import create_causal_mask
+
+    _, ours = causal_pair("llama")
+    mask = torch.ones(3, TOKENS, dtype=torch.int64)
+    mask[1, 8:] = 0
+    described = create_causal_mask(ours.config, torch.zeros(3, TOKENS, 32), mask, None)
+    layer = ours.model.layers[0].self_attn
+    q, k = randn(3, 4, TOKENS, 8), randn(3, 2, TOKENS, 8)
+    call = encke.integrations.transformers.attention_forward
+    call(layer, q, k, k, described)
+    longer = torch.cat([k, k], 2)
+    with pytest.raises(UnsupportedMask, match="one for 13 keys, of which the model made"):
+        call(layer, q, longer, longer, torch.cat([described, described], -1))
+    with pytest.raises(UnsupportedMask, match="one for 13 keys, of which the model made one for 7"):
+        call(layer, q, k, k, described[..., :TOKENS])
+    with pytest.raises(UnsupportedMask, match="for 13 keys, but there are 26"):
+        call(layer, q, longer, longer, described)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
+def test_what_a_model_gives_beside_its_mask_is_not_left_out(name, randn):
+    _, ours = causal_pair("llama")
+    q = randn(3, 4, TOKENS, 8)
+    layer = ours.model.layers[0].self_attn
+    with pytest.raises(UnsupportedMask, match=f"gives its attention {name}"):
+        encke.integrations.transformers.attention_forward(
+            layer, q, q, q, None, **{name: torch.zeros(3, 4, TOKENS, 1)}
+        )
+
+
 def test_t5_whose_biases_torch_computes(randn, caplog):
     config = transformers.T5Config(
         vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,

@@ -82,6 +82,20 @@ OTHERS = {
         **_sizes(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     ),
     "smollm3": lambda t: t.SmolLM3Config(**_sizes(no_rope_layer_interval=2)),
+    "glm4": lambda t: t.Glm4Config(**_sizes(head_dim=8)),
+    "gpt-neox": lambda t: t.GPTNeoXConfig(
+        **_sizes(hidden_dropout=0.0, attention_dropout=0.0, classifier_dropout=0.0)
+    ),
+    "granite": lambda t: t.GraniteConfig(**_sizes(attention_multiplier=0.3)),
+    "ministral": lambda t: t.MinistralConfig(
+        **_sizes(head_dim=8, sliding_window=5, layer_types=WINDOWED)
+    ),
+    "mixtral": lambda t: t.MixtralConfig(**_sizes(num_local_experts=4, sliding_window=5)),
+    "olmo2": lambda t: t.Olmo2Config(**_sizes()),
+    "qwen2": lambda t: t.Qwen2Config(**_sizes()),
+    "starcoder2": lambda t: t.Starcoder2Config(
+        **_sizes(sliding_window=5, residual_dropout=0.0, embedding_dropout=0.0)
+    ),
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from encke._observed import refuse_gradients_in_graph, refuse_second_order
 from encke.integrations.pieces import attend
 from encke.integrations.visibility import packed, read
 
@@ -33,6 +34,7 @@ def attention(
     dropout: float,
 ) -> Tensor:
     """As one operator of the graph that is compiled."""
+    refuse_gradients_in_graph(q, k, v, sinks)
     seed = torch.randint(2**63 - 1, (), device="cpu") if dropout else None
     if positions is not None and positions.dim() != 2:
         positions = None
@@ -112,3 +114,4 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup)
+_backward.register_autograd(refuse_second_order)

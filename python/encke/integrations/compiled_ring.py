@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from encke._gpu import summed_in
+from encke._observed import refuse_gradients_in_graph, refuse_second_order
 from encke._readable import readable
 from encke._ring import Request, Ring, agreed, expected_sizes, ring_of
 from encke._ring_operator import group_of
@@ -169,8 +170,10 @@ def _differentiate(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup)
+_backward.register_autograd(refuse_second_order)
 
 
 def attention(*given: Any) -> Tensor:
     """The rows of this rank; arguments are those of the operator."""
+    refuse_gradients_in_graph(*given[:3], given[4])
     return _forward(*given)[0]

@@ -3,8 +3,7 @@ sequence, and only attention communicates.
 
 The decision here: a model sees rows as a shorter sequence with positions of its own, so that
 nothing but its inputs, its attention and its loss changes. What a layer needs to know of the whole
-sequence, its documents, travels with the mask, which checkpointing keeps. Under torch.compile the
-attention of each layer is called between graphs.
+sequence, its documents, travels with the mask, which checkpointing keeps.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
-from encke._torch import _autocast
+from encke._torch import _autocast, under_autocast
 from encke.distributed import ring_attention, sizes_of
 from encke.integrations import compiled_ring
 from encke.integrations.visibility import (
@@ -26,6 +25,7 @@ from encke.integrations.visibility import (
     is_description,
     read,
     refuse_own_attention,
+    refuse_unknown,
 )
 
 _IGNORED = -100
@@ -227,7 +227,7 @@ def ring_forward(
         attention_mask = band(causal, left, -1 if causal else left, _documents_of(context))
     seed = _agreed_seed(context, q.device) if dropout else None
     if torch.compiler.is_compiling():
-        if torch.is_autocast_enabled(q.device.type):
+        if under_autocast(q):
             q, k, v = _autocast(q, k, v)
         ring = (context.group_name, context.sharding)
         scores = (s_aux, seed, *ring, scaling, softcap, float(dropout))
@@ -264,5 +264,6 @@ def _refuse(others: dict[str, Any], q: Tensor, k: Tensor) -> None:
         )
     if others.get("position_bias") is not None:
         raise ValueError("a learned bias of each pair's score (T5) is not computed on a ring")
+    refuse_unknown(others)
     if q.shape[1] != k.shape[1] or others.get("cache") is not None:
         raise ValueError(f"{q.shape[1]} queries and {k.shape[1]} keys: {_CACHES}")

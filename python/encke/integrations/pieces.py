@@ -37,6 +37,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, **options: Any) ->
     if q.shape[0] == 1 != k.shape[0]:
         q = q.expand(k.shape[0], -1, -1, -1)
     rows = None if seen.documents is None else seen.documents[:, :keys]
+    if rows is not None and rows.shape[1] < keys:
+        raise UnsupportedMask(
+            f"attention_mask is for {rows.shape[1]} keys, but there are {keys}; a model that cuts "
+            'or extends its masks needs attn_implementation="eager" or "sdpa"'
+        )
     if rows is not None and rows.shape[0] == 1 != q.shape[0]:
         rows = rows.repeat(q.shape[0], 0)
     free = not seen.causal and seen.window is None

@@ -36,6 +36,7 @@ from encke.integrations.visibility import (
     packed,
     read,
     refuse_own_attention,
+    refuse_unknown,
 )
 
 __all__ = ["UnsupportedMask", "attention_forward", "attention_mask", "register"]
@@ -136,6 +137,7 @@ def _refuse(given: dict[str, Any]) -> None:
             "Encke does not read paged caches (continuous batching); use generate() with its other "
             'caches, or attn_implementation="sdpa"'
         )
+    refuse_unknown(given)
 
 
 def _without_mask(q: Tensor, k: Tensor, causal: bool, window: Optional[int]) -> Visibility:

@@ -4,7 +4,7 @@ A mask of transformers is a function of (query, key) and a padding mask. :func:`
 parts of the function by their names, so that no tensor of queries times keys is made, and writes
 them into one tensor of integers; :func:`read` reads it back.
 
-The decision here: the description is a tensor ``[batch, 1, 1, 5 + keys]`` because models hand masks
+The decision here: the description is a tensor ``[batch, 1, 1, 6 + keys]`` because models hand masks
 on as tensors of four dimensions: they move them to devices, keep them for checkpointing, and take
 one that was made before (for static caches) as it is. It begins with a number that no mask has.
 """
@@ -20,10 +20,10 @@ import numpy
 import torch
 from torch import Tensor
 
-# A description begins with this number, then causal, the window's sides (-1: no limit) and the
-# position of the first query.
+# A description begins with this number, then causal, the window's sides (-1: no limit), the
+# position of the first query, and the number of keys.
 _MARK = 0x454E434B45
-_HEADER = 5
+_HEADER = 6
 
 
 # Models that use the interface in some layers, and make or read masks of pairs in others.
@@ -95,9 +95,7 @@ def describe(
             padding = torch.nn.functional.pad(padding, (0, missing))
         documents = documents * padding[:, key_offset : key_offset + keys]
     left, right = (min(of, default=-1) for of in sides)
-    header = torch.tensor([_MARK, int(causal), left, right, 0], device=device)
-    header[4] += query_offset - key_offset
-    return torch.cat([header.expand(batch, -1), documents], -1)[:, None, None]
+    return band(causal, left, right, documents, query_offset - key_offset)
 
 
 def describe_band(
@@ -123,9 +121,11 @@ def describe_band(
     return band("causal" in parts, *(min(of, default=-1) for of in sides), documents)
 
 
-def band(causal: bool, left: int, right: int, documents: Tensor) -> Tensor:
-    """The description of a window (-1: no limit) inside documents."""
-    header = torch.tensor([_MARK, int(causal), left, right, 0], device=documents.device)
+def band(causal: bool, left: int, right: int, documents: Tensor, first: Any = 0) -> Tensor:
+    """The description of a window (-1: no limit) inside documents; queries begin at ``first``."""
+    header = torch.tensor([_MARK, int(causal), left, right, 0, 0], device=documents.device)
+    header[4] += first
+    header[5] += documents.shape[1]
     return torch.cat([header.expand(documents.shape[0], -1), documents], -1)[:, None, None]
 
 
@@ -148,6 +148,21 @@ def refuse_own_attention(config: Any) -> None:
             "code of its own, outside of transformers' attention interface; use "
             'attn_implementation="eager" or "sdpa"'
         )
+
+
+# What some models give their attention beside q, k, v and a mask, and means something to it.
+_OTHER_TERMS = ("attn_bias", "attention_bias", "block_indices", "indices", "sinks")
+
+
+def refuse_unknown(given: dict[str, Any]) -> None:
+    """Refuses what a model gives its attention that Encke would leave out: chosen keys, biases,
+    sinks that differ between queries."""
+    for name in _OTHER_TERMS:
+        if given.get(name) is not None:
+            raise UnsupportedMask(
+                f"this model gives its attention {name}, which Encke does not compute; use "
+                'attn_implementation="eager" or "sdpa"'
+            )
 
 
 @functools.lru_cache(maxsize=None)
@@ -180,6 +195,11 @@ def read(description: Tensor) -> Visibility:
         )
     left, right = (None if side < 0 else side for side in header[2:4])
     documents = values[:, _HEADER:]
+    if documents.shape[1] != header[5]:
+        raise _unsupported(
+            f"one for {header[5]} keys, of which the model made one for {documents.shape[1]}, by "
+            "cutting or joining"
+        )
     if (documents < 0).any():
         raise _unsupported("one in which blocks of tokens see each other in both ways")
     whole = None if (documents == 1).all() else documents
