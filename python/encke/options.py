@@ -48,7 +48,8 @@ class Options(NamedTuple):
     prefix: int = 0
     softcap: Optional[float] = None
     alibi_slopes: Slopes = None
-    documents: Optional[tuple[int, ...]] = None
+    # Of packed rows of a padded batch, those of each entry.
+    documents: Union[None, tuple[int, ...], tuple[tuple[int, ...], ...]] = None
     query_offset: Optional[int] = None
     dropout: float = 0.0
     seed: Optional[int] = None

@@ -8,6 +8,7 @@ at its first token).
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, Optional
 
@@ -101,15 +102,15 @@ class PaddedAttention:
                 f"the documents have {sum(within)} tokens together, but the sequence has "
                 f"{q.shape[1]}; give lengths that add up to it"
             )
-        documents: list[int] = []
+        entries: list[tuple[int, ...]] = []
         for length in self._lengths:
-            left = length
-            for document in within:
-                documents.append(min(document, left))
-                left -= documents[-1]
-        if not any(documents):
-            documents = [1]
-        return find(tuple(self._options._replace(documents=tuple(documents))))
+            ends = itertools.accumulate(within)
+            before = itertools.accumulate((0, *within))
+            parts = (min(end, length) - min(first, length) for first, end in zip(before, ends))
+            entries.append(tuple(parts))
+        if not any(self._lengths):
+            entries = [(1,)]
+        return find(tuple(self._options._replace(documents=tuple(entries))))
 
 
 class _Rows:

@@ -42,6 +42,25 @@ pub(crate) enum SlopesOption {
     Given(Vec<f64>),
 }
 
+/// The documents of a sequence, or those of each entry of a batch that it is packed from.
+#[derive(FromPyObject)]
+pub(crate) enum DocumentsOption {
+    /// The length of each document.
+    Lengths(Vec<usize>),
+    /// The same for each entry.
+    Entries(Vec<Vec<usize>>),
+}
+
+impl DocumentsOption {
+    fn documents(&self) -> PyResult<Documents> {
+        let documents = match self {
+            DocumentsOption::Lengths(lengths) => Documents::new(lengths),
+            DocumentsOption::Entries(entries) => Documents::of_entries(entries),
+        };
+        documents.map_err(|error| error::request(&error))
+    }
+}
+
 /// The options of the attention pattern.
 #[derive(FromPyObject)]
 pub(crate) struct PyPatternOptions {
@@ -64,7 +83,7 @@ pub(crate) struct PyPatternOptions {
     #[pyo3(item)]
     prefix: usize,
     #[pyo3(item)]
-    documents: Option<Vec<usize>>,
+    documents: Option<DocumentsOption>,
     #[pyo3(item)]
     query_offset: Option<usize>,
     #[pyo3(item)]
@@ -110,8 +129,8 @@ impl PyPatternOptions {
     /// The pattern, or an error for options that do not fit together.
     pub fn pattern(&self) -> PyResult<Pattern> {
         self.refuse_without_effect()?;
-        let documents = self.documents.as_deref().map(Documents::new).transpose();
-        let documents = documents.map_err(|error| error::request(&error))?;
+        let documents = self.documents.as_ref();
+        let documents = documents.map(DocumentsOption::documents).transpose()?;
         let (left, right) = self.window.unwrap_or_default();
         let pattern = self
             .branches()?

@@ -85,7 +85,7 @@ pub struct Options {
         long,
         value_name = "H",
         value_parser = count,
-        conflicts_with_all = ["rank", "json"],
+        conflicts_with_all = ["rank", "json", "explain"],
         help_heading = HEADING
     )]
     draw: Option<usize>,
@@ -100,12 +100,6 @@ pub fn run(options: &Options) -> Result<Verdict> {
         ring.default_to_auto();
     }
     let shape = options.sizes.shape()?;
-    if let Some(head) = options.draw {
-        let pattern = options.pattern.pattern()?;
-        pattern.check(&shape)?;
-        say(&draw(&pattern, &shape, head)?)?;
-        return Ok(Verdict::Fine);
-    }
     let builder = options.pattern.apply(Attention::builder(), None)?;
     let reason = "the plan would take too long to make";
     let dtype = options.sizes.dtype();
@@ -122,6 +116,12 @@ pub fn run(options: &Options) -> Result<Verdict> {
         false => Pass::Forward,
     };
     let attention = builder.build()?;
+    if let Some(head) = options.draw {
+        // A ring that is refused has no mask, and every other one has the same.
+        attention.plan(shape, dtype, pass)?;
+        say(&draw(attention.pattern(), &shape, head)?)?;
+        return Ok(Verdict::Fine);
+    }
     if options.explain {
         return explain::run(&attention, shape, dtype, pass, options.json);
     }

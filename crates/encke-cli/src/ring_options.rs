@@ -246,6 +246,26 @@ impl RingOptions {
         self.ranks.is_some() || self.gives_first_tokens()
     }
 
+    /// Whether the number of ranks is left to `auto`.
+    pub fn leaves_ranks_open(&self) -> bool {
+        Open::is_auto(&self.ranks)
+    }
+
+    /// Whether the cut follows from the work of the pattern.
+    pub fn balances(&self) -> bool {
+        matches!(self.sharding, Some(Open::Given(CutName::Balanced(_))))
+    }
+
+    /// Whether queries rotate in the backward pass.
+    pub fn rotates_queries(&self) -> bool {
+        matches!(self.rotate, Some(Open::Given(Rotating::Queries)))
+    }
+
+    /// Whether bits do not depend on the ring.
+    pub fn has_invariant_bits(&self) -> bool {
+        self.bits.is_some_and(|bits| !bits.is_planned())
+    }
+
     /// Whether every rank holds all queries.
     pub fn replicates(&self) -> bool {
         matches!(self.queries, Some(Open::Given(Queries::Replicated)))
@@ -319,6 +339,13 @@ impl RingOptions {
             bail!(
                 "--most-ranks, --memory-per-rank and --one-device-below limit auto; add \
                  --ranks auto"
+            );
+        }
+        let of_ranks = self.most_ranks.is_some() || self.one_device_below.is_some();
+        if of_ranks && !self.leaves_ranks_open() {
+            bail!(
+                "--most-ranks and --one-device-below limit the choice of --ranks auto, but the \
+                 number of ranks is given; leave it open, or leave them out"
             );
         }
         let ranks = match (&cut, self.ranks()) {

@@ -13,6 +13,9 @@ use crate::error::{Error, Result};
 pub struct Documents {
     /// One past the last token of each document.
     ends: Arc<[usize]>,
+    /// One past the last token of each entry of a padded batch, if documents are packed from one:
+    /// the coins of dropout are those of the entry.
+    entries: Option<Arc<[usize]>>,
 }
 
 impl Documents {
@@ -31,8 +34,34 @@ impl Documents {
             true => Err(Error::Zero {
                 what: "the sum of the document lengths",
             }),
-            false => Ok(Documents { ends: ends.into() }),
+            false => Ok(Documents {
+                ends: ends.into(),
+                entries: None,
+            }),
         }
+    }
+
+    /// The documents of each entry of a batch, one entry after the other.
+    pub fn of_entries(entries: &[Vec<usize>]) -> Result<Documents> {
+        let documents = Documents::new(&entries.concat())?;
+        let lengths = entries.iter().map(|lengths| lengths.iter().sum::<usize>());
+        let ends = lengths.scan(0, |end, length| {
+            *end += length;
+            Some(*end)
+        });
+        Ok(Documents {
+            entries: Some(ends.collect()),
+            ..documents
+        })
+    }
+
+    /// The batch entry of `token`, and the first token of that entry.
+    pub fn entry_of(&self, token: usize) -> (usize, usize) {
+        let Some(ends) = &self.entries else {
+            return (0, 0);
+        };
+        let entry = ends.partition_point(|&end| end <= token);
+        (entry, entry.checked_sub(1).map_or(0, |before| ends[before]))
     }
 
     /// Tokens of all documents.
@@ -75,6 +104,7 @@ impl From<Vec<usize>> for Documents {
         });
         Documents {
             ends: ends.collect(),
+            entries: None,
         }
     }
 }
@@ -100,6 +130,21 @@ mod tests {
         let text = serde_json::to_string(&documents).unwrap();
         assert_eq!(text, "[3,1,4]");
         assert_eq!(serde_json::from_str::<Documents>(&text).unwrap(), documents);
+    }
+
+    #[test]
+    fn a_token_is_in_the_batch_entry_that_contains_it() {
+        let entries = Documents::of_entries(&[vec![2, 1], vec![0, 0], vec![4]]).unwrap();
+        assert_eq!(entries.lengths().collect::<Vec<_>>(), [2, 1, 4]);
+        let of = [(0, 0), (0, 0), (0, 0), (2, 3), (2, 3), (2, 3), (2, 3)];
+        for (token, expected) in of.into_iter().enumerate() {
+            assert_eq!(entries.entry_of(token), expected, "token {token}");
+        }
+        let one = Documents::new(&[2, 1, 4]).unwrap();
+        assert_eq!(one.entry_of(5), (0, 0));
+        // Plans of both differ in the coins of their jobs.
+        assert_ne!(one, entries);
+        assert!(Documents::of_entries(&[vec![0]]).is_err());
     }
 
     #[test]

@@ -88,13 +88,14 @@ pub struct FourPairs {
 pub struct JobDropout {
     /// The dropout of the call.
     pub dropout: Dropout,
-    /// The token at position 0 of the first segment.
+    /// The token at position 0 of the first segment, counted in its batch entry.
     pub first_token: usize,
     /// Tokens from one segment to the next.
     pub segment_step: usize,
-    /// The first token of the document.
+    /// The first token of the document, counted in its batch entry.
     pub document: usize,
-    /// The query head of each head of the job.
+    /// The query head of each head of the job, plus the number of heads times the batch entry that
+    /// packed rows come from.
     pub heads: Arc<[usize]>,
     /// Query heads of the call.
     pub all_heads: usize,

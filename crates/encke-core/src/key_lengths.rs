@@ -55,18 +55,21 @@ impl KeyLengths {
             Some(documents) => documents.lengths().collect(),
             None => vec![self.tokens],
         };
-        let mut packed = Vec::with_capacity(self.lengths.len() * within.len());
+        let mut packed = Vec::with_capacity(self.lengths.len());
         for &length in &self.lengths {
             let mut left = length;
-            for document in &within {
-                packed.push(left.min(*document));
-                left -= left.min(*document);
-            }
+            let own = within.iter().map(|document: &usize| {
+                let part = left.min(*document);
+                left -= part;
+                part
+            });
+            packed.push(own.collect());
         }
         if self.rows() == 0 {
-            packed = vec![1];
+            packed = vec![vec![1]];
         }
-        Ok(pattern.clone().documents(Some(Documents::new(&packed)?)))
+        let documents = Documents::of_entries(&packed)?;
+        Ok(pattern.clone().documents(Some(documents)))
     }
 
     /// The shape of the packed rows of tensors of this shape.

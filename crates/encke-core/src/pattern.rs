@@ -287,6 +287,12 @@ impl Pattern {
         }
     }
 
+    /// The entry of a padded batch that `token` was packed from, and the first token of that entry.
+    pub fn entry_of(&self, token: usize) -> (usize, usize) {
+        let documents = self.documents.as_ref();
+        documents.map_or((0, 0), |documents| documents.entry_of(token))
+    }
+
     /// Whether queries see only keys near their own position (and those of the prefix).
     pub fn has_bounded_window(&self) -> bool {
         self.effective_window() != self.prefix_window()

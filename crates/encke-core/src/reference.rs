@@ -333,13 +333,16 @@ impl<'a> CheckedCall<'a> {
             return 1.0;
         };
         let query = self.position(row);
+        // Tokens are those of the batch entry that a packed row comes from.
+        let (entry, first) = self.pattern.entry_of(query);
+        let document = self.pattern.document_of(query, self.shape.tokens).start;
         let factors = dropout.factors(FourPairs {
-            keys: token / 4,
-            query,
-            head: row.head + self.shape.heads * row.batch,
-            document: self.pattern.document_of(query, self.shape.tokens).start,
+            keys: (token - first) / 4,
+            query: query - first,
+            head: row.head + self.shape.heads * (row.batch + entry),
+            document: document - first,
         });
-        factors[token % 4]
+        factors[(token - first) % 4]
     }
 
     /// One softmax over the keys of all `branches`; a key in several of them counts several times.

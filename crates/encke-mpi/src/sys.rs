@@ -100,8 +100,8 @@ fn text_of(bytes: &[u8], length: c_int) -> Cow<'_, str> {
 }
 
 /// Makes `MPI_Init` return its errors, such as the death of another process during it, and delays
-/// Open MPI's aborts by `delay`: it aborts, and ends all processes, when a death is reported while a
-/// communicator is made. By default it prints a page and aborts at once; that remains so if this
+/// Open MPI's aborts by `delay`: it aborts, and ends all processes, when a death is reported while
+/// a communicator is made. By default it prints a page and aborts at once; that remains so if this
 /// process has other threads, because the environment must not change then.
 pub fn soften_start_errors(delay: Duration) {
     if std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1) {

@@ -35,13 +35,14 @@ impl Builder {
 
     /// The attention with these settings, on the device of `kernel`.
     pub fn build_on<K: Kernel>(self, kernel: K) -> Result<Attention<K>, Error> {
-        let ring = ThreadRing::new(kernel, self.deadline)
-            .with_faults(self.drill.clone())
-            .with_limits(self.limits);
+        let settings = self.complete()?;
+        let ring = ThreadRing::new(kernel, settings.deadline)
+            .with_faults(settings.drill.clone())
+            .with_limits(settings.limits);
         Ok(Attention {
-            sharding: self.new_sharding()?,
+            sharding: settings.new_sharding()?,
             ring: Arc::new(ring),
-            settings: self,
+            settings,
             choices: Arc::default(),
         })
     }

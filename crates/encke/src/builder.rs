@@ -11,7 +11,7 @@ use encke_core::plan::balance::Balance;
 use encke_core::plan::{Pass, Queries, Request, Schedule};
 use encke_core::sharding::{Cut, Sharding};
 use encke_core::{
-    Bits, DType, Dropout, Error as RequestError, KeyLengths, Pattern, Shape, alibi_slopes,
+    Bits, DType, Dropout, Error as RequestError, KeyLengths, Mode, Pattern, Shape, alibi_slopes,
 };
 use encke_ring::{CacheLimits, Fault};
 
@@ -39,6 +39,7 @@ pub enum Precision {
 #[derive(Debug, Clone)]
 pub struct Builder {
     pub(crate) pattern: Pattern,
+    key_lengths: Option<KeyLengths>,
     pub(crate) ranks: usize,
     pub(crate) cut: Cut,
     pub(crate) balance: Option<Balance>,
@@ -63,6 +64,7 @@ impl Default for Builder {
     fn default() -> Builder {
         Builder {
             pattern: Pattern::dense(),
+            key_lengths: None,
             ranks: 1,
             cut: Cut::Contiguous,
             balance: None,
@@ -93,17 +95,11 @@ impl Builder {
     }
 
     /// For the packed rows of right-padded batches: [`KeyLengths::pack`] what a call is given,
-    /// [`KeyLengths::unpack`] what it returns. Sets the documents, so give the pattern before.
+    /// [`KeyLengths::unpack`] what it returns. Each entry of the batch becomes a document, or those
+    /// of the pattern that begin before its end.
     pub fn key_lengths(mut self, lengths: &KeyLengths) -> Result<Builder, RequestError> {
-        if let Cut::Firsts(_) = self.cut {
-            return Err(RequestError::Excludes {
-                one: "key lengths",
-                other: "first tokens of ranks",
-                reason: "rows are packed before they are divided, so that first tokens would be \
-                         others; use the balanced sharding",
-            });
-        }
-        self.pattern = lengths.pattern(&self.pattern)?;
+        lengths.pattern(&self.pattern)?;
+        self.key_lengths = Some(lengths.clone());
         Ok(self)
     }
 
@@ -119,8 +115,8 @@ impl Builder {
         self
     }
 
-    /// Cuts tokens so that all ranks have equal work, whatever the mask and the documents;
-    /// overrides the sharding. None for the sharding that was given.
+    /// Cuts tokens so that all ranks have equal work, whatever the mask and the documents; leave
+    /// the sharding at its default. None for the sharding that was given.
     pub fn balanced(mut self, balance: Option<Balance>) -> Builder {
         self.balance = balance;
         self
@@ -207,7 +203,7 @@ impl Builder {
         self
     }
 
-    /// Fault injection: these ranks die in every call. Ignored where redundancy is 0.
+    /// Fault injection: these ranks die in every call, which needs redundancy.
     pub fn drill(mut self, faults: Vec<Fault>) -> Builder {
         self.drill = faults;
         self
@@ -223,6 +219,53 @@ impl Builder {
     pub fn deadline(mut self, deadline: Duration) -> Builder {
         self.deadline = deadline;
         self
+    }
+
+    /// The settings with the documents of their key lengths, or which of them do not go together
+    /// for any call.
+    pub(crate) fn complete(mut self) -> Result<Builder, RequestError> {
+        let firsts = matches!(self.cut, Cut::Firsts(_) | Cut::Ranges(_));
+        let refusals = [
+            (
+                self.key_lengths.is_some() && firsts,
+                "key lengths",
+                "first tokens of ranks",
+                "rows are packed before they are divided, so that first tokens would be others; \
+                 use the balanced sharding",
+            ),
+            (
+                self.key_lengths.is_some() && self.pattern.mode() == Mode::Fkodom,
+                "key lengths",
+                "fkodom mode",
+                "its rows are divided by sums over the whole sequence; use group mode",
+            ),
+            (
+                self.balance.is_some() && self.cut != Cut::Contiguous,
+                "a balanced sharding",
+                "another sharding",
+                "the first one decides the cut; leave one of them out",
+            ),
+            (
+                self.balance.is_some() && self.bits.tile().is_some(),
+                "a balanced sharding",
+                "invariant bits",
+                "equal work cuts inside of tiles; use the contiguous sharding",
+            ),
+            (
+                !self.drill.is_empty() && self.redundancy == 0,
+                "injected deaths (a drill)",
+                "redundancy 0",
+                "no call survives them; give a redundancy of at least 1",
+            ),
+        ];
+        let found = refusals.into_iter().find(|(refused, ..)| *refused);
+        if let Some((_, one, other, reason)) = found {
+            return Err(RequestError::Excludes { one, other, reason });
+        }
+        if let Some(lengths) = self.key_lengths.take() {
+            self.pattern = lengths.pattern(&self.pattern)?;
+        }
+        Ok(self)
     }
 
     pub(crate) fn new_sharding(&self) -> Result<Sharding, RequestError> {

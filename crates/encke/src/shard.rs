@@ -41,25 +41,35 @@ impl Builder {
         kernel: K,
         rank: usize,
     ) -> Result<ShardAttention<K>, Error> {
-        if self.balance.is_some() {
-            return Err(Error::Elsewhere {
-                what: "a balanced cut, which depends on the tokens of the call,",
-                hint: "give the cut of plan::balance::Balance as the sharding",
-            });
+        let settings = self.complete()?;
+        let refusals = [
+            (
+                settings.balance.is_some(),
+                "a balanced cut, which depends on the tokens of the call,",
+                "give the cut of plan::balance::Balance as the sharding",
+            ),
+            (
+                settings.auto.is_some(),
+                "auto, which chooses a ring of threads,",
+                "give the number of ranks and the sharding",
+            ),
+        ];
+        if let Some((_, what, hint)) = refusals.into_iter().find(|(refused, ..)| *refused) {
+            return Err(Error::Elsewhere { what, hint });
         }
-        let sharding = self.new_sharding()?;
+        let sharding = settings.new_sharding()?;
         let ranks = sharding.ranks();
         if rank >= ranks {
             return Err(RequestError::NoSuchRank { rank, ranks }.into());
         }
-        if self.pattern.mode() == Mode::Fkodom && ranks > 1 {
+        if settings.pattern.mode() == Mode::Fkodom && ranks > 1 {
             return Err(Error::Elsewhere {
                 what: "fkodom mode, which divides by sums over the whole sequence,",
                 hint: "use group mode, or one rank",
             });
         }
         Ok(ShardAttention {
-            settings: self,
+            settings,
             sharding,
             ring: Arc::new(ShardRing::new(kernel, rank)),
         })

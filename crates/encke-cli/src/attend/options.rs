@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use encke::{
-    Attention, Builder, CheckpointPolicy, DType, Documents, Fault, FaultPhase, KeyLengths,
+    Attention, Builder, CheckpointPolicy, DType, Documents, Fault, FaultPhase, KeyLengths, Pattern,
     Precision,
 };
 use encke_lab::number::{bytes, count};
@@ -220,8 +220,29 @@ impl Options {
                 "--redundancy: ranks that run one after another do not survive each other",
             ),
             (
+                self.ring.gives_first_tokens(),
+                "--sharding with first tokens: the limit determines the number of ranks",
+            ),
+            (
                 self.ring.gives_ranks() || self.ring.any_auto(),
                 "--ranks or auto: the limit determines the number of ranks",
+            ),
+            (
+                self.ring.balances(),
+                "--sharding balanced or documents: no rank waits for one that has more work",
+            ),
+            (
+                self.ring.gives_schedule(),
+                "--schedule: a rank reads what others would send",
+            ),
+            (
+                self.grad && self.ring.rotates_queries() && !self.ring.has_invariant_bits(),
+                "--rotate queries: what ranks make of dout on the way is in no file",
+            ),
+            (
+                self.grad && self.ring.has_invariant_bits() && !self.ring.rotates_queries(),
+                "--bits invariant with --grad, whose sums of dk and dv travel from rank to rank \
+                 where keys rotate with invariant bits: let queries rotate (--rotate queries)",
             ),
             (
                 self.key_lengths.is_some(),
@@ -253,6 +274,18 @@ impl Options {
         self.complete(builder)
     }
 
+    /// Refuses patterns whose rows are combined after the last rank.
+    pub fn check_slots_with_memory_limit(&self, pattern: &Pattern) -> Result<()> {
+        if pattern.splits_slots() {
+            bail!(
+                "--memory-limit excludes fkodom mode and detached mixing gradients: branches that \
+                 are combined after the last rank cannot be streamed; use group mode, or mix mode \
+                 with exact gradients"
+            );
+        }
+        Ok(())
+    }
+
     /// Whether the call survives deaths of ranks.
     #[cfg(feature = "mpi")]
     pub fn survives(&self) -> bool {
@@ -266,6 +299,12 @@ impl Options {
             bail!(
                 "--key-lengths and ranks that are processes do not go together: it packs the rows \
                  in the memory of one process; write packed sequences, and use --documents"
+            );
+        }
+        if self.checkpoint.is_some() {
+            bail!(
+                "--checkpoint and ranks that are processes do not go together: out and lse are \
+                 read back from the output file; leave it out"
             );
         }
         let builder = self.ring.apply_to(Attention::builder(), processes)?;
@@ -303,6 +342,12 @@ impl Options {
         }
         if let Some(deadline) = self.deadline {
             builder = builder.deadline(deadline);
+        }
+        if !self.drill.is_empty() && self.ring.leaves_ranks_open() {
+            bail!(
+                "--drill names ranks, and --ranks auto decides how many there are; give a number \
+                 of ranks"
+            );
         }
         let faults = self.drill.iter().enumerate();
         let faults = faults.map(|(epoch, &(rank, round))| Fault {

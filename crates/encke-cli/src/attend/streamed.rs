@@ -95,6 +95,7 @@ pub fn run<K: Kernel>(
     limit: usize,
 ) -> Result<Verdict> {
     options.check_with_memory_limit()?;
+    options.check_slots_with_memory_limit(attention.pattern())?;
     encke_cpu::return_freed_memory();
     let inputs = {
         let file = InputFile::open(&options.input)?;

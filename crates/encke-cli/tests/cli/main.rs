@@ -4,6 +4,7 @@
 //! linking takes longer than running them.
 
 mod attend;
+mod attend_pairs;
 mod bad_input;
 mod bench;
 mod billion;

@@ -190,7 +190,15 @@ fn options_that_exclude_a_memory_limit_are_refused_in_one_line() {
     attend("1MiB", &["1048576 bytes is too small", "allow at least"]);
     attend("lots", &["--memory-limit", "2GiB"]);
     attend("1GiB --ranks 4", &["--ranks", "the limit determines"]);
-    attend("1GiB --sharding 0,5", &["--ranks"]);
+    attend("1GiB --sharding 0,5", &["--sharding", "number of ranks"]);
+    attend("1GiB --sharding balanced", &["--sharding balanced"]);
+    attend("1GiB --sharding documents", &["documents"]);
+    attend("1GiB --schedule two-level:2", &["--schedule"]);
+    attend("1GiB --grad --rotate queries", &["--rotate queries"]);
+    attend(
+        "1GiB --grad --bits invariant",
+        &["--bits invariant", "--rotate queries"],
+    );
     attend("1GiB --queries replicated", &["--queries replicated"]);
     attend("1GiB --trace t.json", &["--trace"]);
     attend("1GiB --deadline 5", &["--deadline"]);

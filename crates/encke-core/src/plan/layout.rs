@@ -239,15 +239,20 @@ impl Plan {
         let seen = visibility(window, q_rows, k_rows);
         let heads = &self.lanes[lane].heads;
         let transform = request.transform(heads);
-        let dropout = request.dropout.map(|dropout| JobDropout {
-            dropout,
-            first_token: segments.start,
-            segment_step: segments.step,
-            document: (request.pattern)
-                .document_of(segments.start, request.shape.tokens)
-                .start,
-            heads: heads.iter().map(|of| of.head).collect(),
-            all_heads: request.shape.heads,
+        let dropout = request.dropout.map(|dropout| {
+            let (pattern, shape) = (&request.pattern, &request.shape);
+            let document = pattern.document_of(segments.start, shape.tokens).start;
+            // A padded batch has the coins that it has without its padding.
+            let (entry, origin) = pattern.entry_of(segments.start);
+            let heads = heads.iter().map(|of| of.head + shape.heads * entry);
+            JobDropout {
+                dropout,
+                first_token: segments.start - origin,
+                segment_step: segments.step,
+                document: document - origin,
+                heads: heads.collect(),
+                all_heads: shape.heads,
+            }
         });
         let sloping = transform.as_ref().is_some_and(|of| of.slopes.is_some());
         let needs_positions = sloping || dropout.is_some();

@@ -25,7 +25,7 @@ fn gpus() -> Machine {
 }
 
 /// Two cores with built-in figures.
-fn cores() -> Machine {
+pub fn cores() -> Machine {
     builtin_machine(&MachineId {
         processor: "any".to_string(),
         cores: 2,

@@ -5,6 +5,7 @@ mod dropout;
 mod elastic;
 mod invariance;
 mod modes;
+mod option_pairs;
 mod precision;
 mod queries;
 mod reused_memory;
