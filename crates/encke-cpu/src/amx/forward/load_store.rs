@@ -212,9 +212,12 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn store_output(out: &OutputRows<'_>, at: usize, channels: usize, elements: __m512) {
+    let mask = ((1u32 << channels) - 1) as u16;
     // SAFETY: the caller's promise; the mask ends where the row ends.
     unsafe {
-        if let OutputRows::Bf16(out) = out {
+        if let OutputRows::F32(out) = out {
+            _mm512_mask_storeu_ps(out.row(at, channels).as_mut_ptr(), mask, elements);
+        } else if let OutputRows::Bf16(out) = out {
             // Round to nearest, ties to even; rounding must not turn a NaN into an infinity.
             let bits = _mm512_castps_si512(elements);
             let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
@@ -223,7 +226,6 @@ unsafe fn store_output(out: &OutputRows<'_>, at: usize, channels: usize, element
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(elements, elements);
             let rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
             let to = out.row(at, channels).as_mut_ptr();
-            let mask = ((1u32 << channels) - 1) as u16;
             _mm512_mask_cvtepi32_storeu_epi16(to.cast(), mask, rounded);
         } else {
             let mut row = [0.0f32; 16];
