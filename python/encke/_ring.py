@@ -244,7 +244,8 @@ def _check_queries(request: Request, queries: tuple[int, ...], every: tuple[int,
     if total > tokens:
         raise ValueError(f"the ranks have {total} queries, but only {tokens} keys")
     first = tokens - total if request.options.query_offset is None else request.options.query_offset
-    cut, ranks = cut_of(request.options.sharding, every), len(every)
+    options, ranks = request.options, len(every)
+    cut = cut_of(options.sharding, every, options.documents)
     runs = (_encke.query_runs(cut, ranks, tokens, rank, first, total) for rank in range(ranks))
     expected = [sum(count for _, _, count in of_rank) for of_rank in runs]
     if list(queries) != expected:
@@ -382,20 +383,23 @@ def shard_of(wire: Wire, options: Options, sizes: tuple[int, ...]) -> _encke.Sha
 
 def _shard(wire: Wire, options: Options, sizes: Sequence[int]) -> _encke.Shard:
     _encke.use_threads(torch.get_num_threads())
-    cut = cut_of(options.sharding, sizes)
+    cut = cut_of(options.sharding, sizes, options.documents)
     return _encke.Shard({**options._asdict(), "ranks": wire.size, "sharding": cut}, wire.rank)
 
 
-def cut_of(sharding: Any, sizes: Sequence[int]) -> Union[str, list[int]]:
+def cut_of(sharding: Any, sizes: Sequence[int], documents: Any = None) -> Union[str, list[Any]]:
     """The library's cut for shards of these sizes."""
     if sharding not in ("contiguous", "balanced"):
-        expected = expected_sizes(sum(sizes), len(sizes), sharding)
+        cut = sharding
+        if sharding == "documents":
+            cut = _encke.by_document(documents, len(sizes), sum(sizes))
+        expected = expected_sizes(sum(sizes), len(sizes), cut)
         if list(sizes) != expected:
             raise ValueError(
                 f"{sharding} sharding of {sum(sizes)} tokens gives the ranks {expected} rows, but "
                 f"they have {list(sizes)}; cut the sequence with encke.distributed.shard"
             )
-        return sharding
+        return cut
     return [sum(sizes[:rank]) for rank in range(len(sizes))]
 
 

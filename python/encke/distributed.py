@@ -50,7 +50,14 @@ from encke._torch import BatchMasks, _autocast, _refuse_others, _sinks, under_au
 from encke._unusual import refuse_unusual
 from encke._wire import Disagreement, wire_of
 from encke.masks import boundaries, documents_of, offset_of, prefix_of, rate_of, window_of
-from encke.options import Options, as_tuple, from_keywords, refuse_wrong, with_masks
+from encke.options import (
+    Options,
+    as_tuple,
+    from_keywords,
+    refuse_two_names,
+    refuse_wrong,
+    with_masks,
+)
 
 __all__ = [
     "Disagreement",
@@ -106,7 +113,8 @@ def ring_attention(
         The process group. Default: all processes. Its timeout applies.
     sharding
         Which tokens these rows are: ``"contiguous"`` (any number per rank, also 0), ``"zigzag"``,
-        ``"striped"``, or ``"balanced"`` (contiguous, with equal work), as made by :func:`shard`.
+        ``"striped"``, ``"balanced"`` (contiguous, with equal work), or ``"documents"`` (long
+        documents in zigzag, short ones whole), as made by :func:`shard`.
     sizes
         The number of rows of each rank. By default the ranks exchange it in every call, which is
         one small message to each; if given, the ranks compare it once for each set of options.
@@ -240,7 +248,8 @@ def sizes_of(
 
     ``"balanced"`` gives contiguous shards with equal work, so it depends on the mask: give the
     options ``causal``, ``window``, ``documents``, ... of the attention, and its number of ``heads``
-    if it has branches. Other shardings do not depend on them.
+    if it has branches. ``"documents"`` depends on the documents alone; it is ``"zigzag"`` without.
+    Other shardings do not depend on them.
 
     >>> sizes_of(10, ranks=4)
     [3, 3, 2, 2]
@@ -248,6 +257,8 @@ def sizes_of(
     [3, 3, 2, 2]
     >>> sizes_of(10_000, ranks=2, sharding="balanced", causal=True)
     [7040, 2960]
+    >>> sizes_of(10, ranks=2, sharding="documents", documents=[6, 4])
+    [5, 5]
     """
     ranks = dist.get_world_size(group) if ranks is None else ranks
     return expected_sizes(tokens, ranks, _cut(tokens, sharding, ranks, heads, pattern))
@@ -271,8 +282,8 @@ def shard(
     view where the rows are contiguous. Gradients flow to these rows of ``sequence`` only.
 
     ``sizes`` gives contiguous shards of other than equal sizes. :func:`positions` gives the
-    positions of the rows. ``ranks`` and ``rank`` default to the group's. ``"balanced"`` sharding
-    needs the options of the mask, as :func:`sizes_of` does.
+    positions of the rows. ``ranks`` and ``rank`` default to the group's. ``"balanced"`` and
+    ``"documents"`` sharding need the options of the mask, as :func:`sizes_of` does.
 
     Where there are fewer queries than keys, give ``tokens``, the number of keys, to shard q: its
     rows are those of the last tokens, or of the tokens from ``query_offset`` on, and each goes to
@@ -290,8 +301,11 @@ def shard(
     rows = sequence.shape[dim]
     tokens = rows if tokens is None else tokens
     first = _first_query(tokens, rows, query_offset)
-    cut = _cut(tokens, sharding, ranks, heads, pattern) if sizes is None else sharding
-    runs = _runs(tokens, cut, sizes, ranks, rank, (first, rows))
+    if sizes is None:
+        cut = _cut(tokens, sharding, ranks, heads, pattern)
+    else:
+        cut = _cut_of_sizes(tokens, sharding, sizes, ranks, pattern)
+    runs = _encke.query_runs(cut, ranks, tokens, rank, first, rows)
     parts = [_strided(sequence, dim, *run) for run in runs]
     if len(parts) == 1:
         return parts[0]
@@ -385,6 +399,8 @@ def _cut(
 ) -> Any:
     """The library's cut: for balanced shards the first token of each rank, by the pattern."""
     options = from_keywords(dict(pattern))
+    if sharding == "documents":
+        return _encke.by_document(options.documents, ranks, tokens)
     if sharding != "balanced":
         return sharding
     if heads is None:
@@ -400,17 +416,22 @@ def unshard(
     dim: int = 1,
     tokens: Optional[int] = None,
     query_offset: Optional[int] = None,
+    documents: Any = None,
+    cu_seqlens: Any = None,
 ) -> Tensor:
     """The whole sequence on every rank, gathered from its shards, without gradients. ``tokens`` and
-    ``query_offset`` are those of :func:`shard`, where there are fewer queries than keys.
+    ``query_offset`` are those of :func:`shard`, where there are fewer queries than keys, and
+    ``documents`` those of a ``"documents"`` sharding.
     """
+    lengths = documents_of(documents, cu_seqlens)
     wire = wire_of(group)
     wire.check_device(local.device)
     local = local.detach()
     shape = [size for at, size in enumerate(local.shape) if at != dim % local.dim()]
     description = {"unshard": str(local.dtype), "sharding": sharding, "dim": dim, "shape": shape}
+    description["documents"] = lengths
     sizes = [rows for rows, _ in agree(wire, description, (local.shape[dim],) * 2, None)]
-    runs = _gathered_runs(sizes, sharding, tokens, query_offset)
+    runs = _gathered_runs(sizes, sharding, tokens, query_offset, lengths)
     row = math.prod(shape)
     flat = local.movedim(dim, 0).contiguous().reshape(-1)
     bytes_of_rows = [size * row * local.element_size() for size in sizes]
@@ -429,16 +450,23 @@ def unshard(
 
 
 def _gathered_runs(
-    sizes: list[int], sharding: str, tokens: Optional[int], query_offset: Optional[int]
+    sizes: list[int],
+    sharding: str,
+    tokens: Optional[int],
+    query_offset: Optional[int],
+    documents: Optional[tuple[int, ...]],
 ) -> list[list[tuple[int, int, int]]]:
     """(first, stride, count) of the rows of each rank, of which there are so many."""
     rows, ranks = sum(sizes), len(sizes)
     if tokens is None or sharding in ("contiguous", "balanced"):
         # Contiguous shards follow one another, whichever tokens have a query.
-        cut = cut_of(sharding, sizes)
+        cut = cut_of(sharding, sizes, documents)
         return [_encke.runs(cut, ranks, rows, rank) for rank in range(ranks)]
     first = _first_query(tokens, rows, query_offset)
-    of = [_encke.query_runs(sharding, ranks, tokens, rank, first, rows) for rank in range(ranks)]
+    cut = sharding
+    if sharding == "documents":
+        cut = _encke.by_document(documents, ranks, tokens)
+    of = [_encke.query_runs(cut, ranks, tokens, rank, first, rows) for rank in range(ranks)]
     expected = [sum(count for _, _, count in runs) for runs in of]
     if sizes != expected:
         raise ValueError(
@@ -448,23 +476,17 @@ def _gathered_runs(
     return of
 
 
-def _runs(
-    tokens: int,
-    sharding: Any,
-    sizes: Optional[Sequence[int]],
-    ranks: int,
-    rank: int,
-    queries: tuple[int, int],
-) -> list[tuple[int, int, int]]:
-    """(first, stride, count) of a rank's rows; ``queries`` is (position of the first, count)."""
-    if sizes is None:
-        return _encke.query_runs(sharding, ranks, tokens, rank, *queries)
+def _cut_of_sizes(
+    tokens: int, sharding: Any, sizes: Sequence[int], ranks: int, pattern: dict[str, Any]
+) -> Any:
+    """The library's cut for shards of these sizes."""
+    options = from_keywords(dict(pattern))
     if len(sizes) != ranks or sum(sizes) != tokens:
         raise ValueError(
             f"sizes {list(sizes)} are {sum(sizes)} rows of {len(sizes)} ranks, but there are "
             f"{tokens} tokens and {ranks} ranks"
         )
-    return _encke.query_runs(cut_of(sharding, sizes), ranks, tokens, rank, *queries)
+    return cut_of(sharding, sizes, options.documents)
 
 
 def _strided(sequence: Tensor, dim: int, first: int, stride: int, count: int) -> Tensor:
@@ -492,6 +514,7 @@ class RingDilatedAttention(torch.nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        refuse_two_names(options, scale="softmax_scale")
         if attention_dropout != 0.0:
             raise ValueError(
                 f"attention_dropout is {attention_dropout}; on a ring dropout needs a seed that "

@@ -127,6 +127,13 @@ def refuse_wrong(given: dict[str, Any]) -> None:
     find(tuple(from_keywords(fixed)))
 
 
+def refuse_two_names(given: dict[str, Any], **names: str) -> None:
+    """Refuses options that a module has under a name of its own."""
+    for name, own in names.items():
+        if name in given:
+            raise TypeError(f"{name} and {own} are two names of one option here; give {own}")
+
+
 def _find_packed(options: tuple[Any, ...]) -> _encke.Attention:
     attention = _packed.pop(options, None)
     if attention is None:

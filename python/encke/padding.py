@@ -33,6 +33,11 @@ class PaddedAttention:
                 "that count are packed before they are divided, so that first tokens would be "
                 'others; use sharding="balanced"'
             )
+        if self._options.mode == "fkodom":
+            raise ValueError(
+                'key_lengths and mode="fkodom" do not go together: its rows are divided by sums '
+                "over the whole sequence; use group mode"
+            )
         self.splits_slots = self._unpacked.splits_slots
         self.recomputes = self._unpacked.recomputes
         self.precision = self._unpacked.precision

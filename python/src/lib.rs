@@ -42,6 +42,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(shard::runs, module)?)?;
     module.add_function(wrap_pyfunction!(shard::query_runs, module)?)?;
     module.add_function(wrap_pyfunction!(shard::balanced, module)?)?;
+    module.add_function(wrap_pyfunction!(shard::by_document, module)?)?;
     module.add_function(wrap_pyfunction!(shard::use_threads, module)?)?;
     module.add_function(wrap_pyfunction!(command, module)?)?;
     Ok(())

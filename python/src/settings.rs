@@ -8,7 +8,7 @@ use std::time::Duration;
 use encke::{
     Attention, Auto, Balance, Bits, Builder, CacheLimits, CheckpointPolicy, Cut, DType, Documents,
     Dropout, GroupScale, MixingGradient, Mode, OffsetRule, Padding, Pattern, Precision, Queries,
-    Window,
+    TokenRanges, Window,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -22,6 +22,8 @@ pub(crate) enum ShardingOption {
     Word(String),
     /// The first token of each rank.
     Firsts(Vec<usize>),
+    /// First and one past the last token of each range of each rank.
+    Ranges(Vec<Vec<(usize, usize)>>),
 }
 
 /// How many ranks there are: a number, or "auto".
@@ -247,6 +249,12 @@ impl ShardingOption {
         match self {
             ShardingOption::Word(text) => named("sharding", Some(text), &known),
             ShardingOption::Firsts(firsts) => Ok(Cut::Firsts(firsts.clone())),
+            ShardingOption::Ranges(by_rank) => {
+                let ranges = by_rank
+                    .iter()
+                    .map(|of| of.iter().map(|&(a, b)| a..b).collect());
+                Ok(Cut::Ranges(TokenRanges::new(ranges.collect())))
+            }
         }
     }
 }

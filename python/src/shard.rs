@@ -3,7 +3,9 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use encke::plan::balance;
-use encke::{CallRows, Checkpoint, Cut, Forward, Pass, SavedOutput, ShardAttention};
+use encke::{
+    CallRows, Checkpoint, Cut, Documents, Forward, Pass, Pattern, SavedOutput, ShardAttention,
+};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -277,6 +279,31 @@ pub(crate) fn balanced(
             "a balanced cut is a first token for each rank",
         )),
     }
+}
+
+/// First and one past the last token of each range of each rank, if long documents are cut in
+/// zigzag and short ones stay whole. The work of a document is that of a causal mask, so that the
+/// cut depends on nothing that ranks do not share.
+#[pyfunction]
+pub(crate) fn by_document(
+    documents: Option<Vec<usize>>,
+    ranks: usize,
+    tokens: usize,
+) -> PyResult<Vec<Vec<(usize, usize)>>> {
+    let shape = shape(&PySizes::Plain(1, tokens, 1, 1, 1))?;
+    let documents = documents.as_deref().map(Documents::new).transpose();
+    let documents = documents.map_err(|error| error::request(&error))?;
+    let pattern = Pattern::dense().causal(true).documents(documents);
+    let checked = pattern.check(&shape);
+    checked.map_err(|error| error::request(&error))?;
+    encke::Sharding::contiguous(ranks).map_err(|error| error::request(&error))?;
+    let cut = balance::by_document(&pattern, &shape, ranks);
+    let sharding = cut.and_then(|cut| encke::Sharding::new(ranks, cut));
+    let sharding = sharding.map_err(|error| error::request(&error))?;
+    let ranges = |rank: usize| sharding.runs(tokens, rank).into_iter();
+    Ok((0..ranks)
+        .map(|rank| ranges(rank).map(|run| (run.first, run.end())).collect())
+        .collect())
 }
 
 /// Sets the number of threads; false if computing has already begun with another number.

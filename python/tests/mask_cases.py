@@ -29,7 +29,8 @@ def cuts(options):
     others = ("checkpoint", "dropout", "seed")
     pattern = {name: x for name, x in options.items() if name not in others}
     balanced = dict(sharding="balanced", heads=4, **pattern)
-    return [*kinds, dict(sizes=uneven(TOKENS, dist.get_world_size())), balanced]
+    by_document = dict(sharding="documents", documents=options.get("documents"))
+    return [*kinds, dict(sizes=uneven(TOKENS, dist.get_world_size())), balanced, by_document]
 
 
 def attend(function, given, sinks, **options):
@@ -107,13 +108,19 @@ def fewer_queries_equal_one_process():
                 assert torch.allclose(own, ring.shard(of, **cut), atol=1e-12), (options, cut)
             dist.all_reduce(share)
             assert torch.allclose(share, dsinks, rtol=1e-12, atol=1e-12), (options, cut)
-            gathered = ring.unshard(got[0], sharding=kind, tokens=TOKENS, query_offset=offset)
+            gathered = ring.unshard(
+                got[0],
+                sharding=kind,
+                tokens=TOKENS,
+                query_offset=offset,
+                documents=cut.get("documents"),
+            )
             assert torch.allclose(gathered, expected[0], atol=1e-12), (options, cut)
             rows = ring.shard(torch.arange(first, first + queries), dim=0, **of_queries)
             assert len(rows) == mine[0].shape[1]
             asked = dict(cut, query_tokens=queries, query_offset=offset)
             where = ring.positions(TOKENS, **asked)
-            if "documents" in cut:
+            if cut.get("documents") is not None:
                 lengths = ring.document_lengths(asked.pop("documents"), **asked)
                 assert sum(lengths) == len(rows), (options, cut)
                 alone = torch.cat([torch.arange(length) for length in DOCUMENTS])

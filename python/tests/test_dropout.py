@@ -115,10 +115,16 @@ def test_numpy_arrays_and_padded_batches(randn):
     assert numpy.array_equal(encke.attention(*arrays, **options), out.detach().numpy())
     got = encke.attention_backward(*arrays, dout.numpy(), **options)
     assert all(numpy.array_equal(a, b.numpy()) for a, b in zip(got, gradients))
-    # The rows that count are one packed sequence.
-    packed = [torch.cat([x[0, :20], x[1]])[None] for x in (q, k, v)]
-    alone = encke.attention(*packed, documents=[20, 37], dropout=0.3, seed=9, causal=True)
-    assert torch.equal(alone[0, 20:], out[1])
+    # A pair has the coin of its batch entry, as in a batch without padding.
+    expected, _ = oracle.attention(q, k, v, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    without = dict(dropout=0.3, seed=9, causal=True)
+    whole = encke.attention(q, k, v, **without)
+    torch.testing.assert_close(out[1], whole[1], rtol=1e-12, atol=1e-12)
+    documents = [5, 30, 2]
+    out = encke.attention(q, k, v, **options, documents=documents)
+    expected, _ = oracle.attention(q, k, v, **options, documents=documents)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     assert not numpy.array_equal(*(encke.attention(*arrays, dropout=0.5) for _ in range(2)))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import encke
 from encke.masks import rate_of
-from encke.options import refuse_wrong
+from encke.options import refuse_two_names, refuse_wrong
 
 
 class DilatedAttention(nn.Module):
@@ -41,6 +41,7 @@ class DilatedAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        refuse_two_names(options, dropout="attention_dropout", scale="softmax_scale")
         self.attention_dropout = rate_of(attention_dropout)
         if op is not None:
             raise ValueError(f"op is {op!r}; Encke does not use xFormers kernels: use None")

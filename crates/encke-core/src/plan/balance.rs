@@ -89,12 +89,15 @@ impl Balance {
     }
 }
 
-/// A document stays whole if its work is at most this share of a rank's.
-const WHOLE: f64 = 1.0 / 64.0;
+/// The largest share of a rank's work that one document gives it, unless all ranks share the
+/// document.
+const SHARE: f64 = 1.0 / 64.0;
 
-/// Long documents are cut into 2p chunks, of which rank a gets chunks a and 2p−1−a; short ones go
-/// whole to the rank with the least work. So ranks have about as many tokens as pairs, and a short
-/// document sends nothing. Without documents this is zigzag.
+/// Long documents are cut in zigzag: into 2k chunks, of which the a-th of k ranks gets chunks a and
+/// 2k−1−a. k is the number of ranks for which the share of each is small, so that a plan has few
+/// pairs of ranks; a short document goes whole to one. The longest come first, each to the ranks
+/// with the least work. So ranks have about as many tokens as pairs, and a short document sends
+/// nothing. Without documents this is zigzag.
 pub fn by_document(pattern: &Pattern, shape: &Shape, ranks: usize) -> Result<Cut> {
     let Some(documents) = pattern.document_list() else {
         return Ok(Cut::Zigzag);
@@ -105,42 +108,41 @@ pub fn by_document(pattern: &Pattern, shape: &Shape, ranks: usize) -> Result<Cut
         let own = pairs.before(document.end) - pairs.before(document.start);
         own + document.len() as u128
     };
-    let most = (pairs.all() as f64 + shape.tokens as f64) / ranks as f64 * WHOLE;
+    let most = (pairs.all() as f64 + shape.tokens as f64) / ranks as f64 * SHARE;
+    let mut every: Vec<(u128, Range<usize>)> =
+        documents.ranges().map(|of| (work(&of), of)).collect();
+    every.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.start.cmp(&b.1.start)));
     let mut shards = vec![Vec::new(); ranks];
-    let mut short: Vec<(u128, Range<usize>)> = Vec::new();
-    for document in documents.ranges() {
-        let own = work(&document);
-        if own as f64 <= most || document.len() < 2 * ranks || ranks == 1 {
-            short.push((own, document));
-            continue;
-        }
-        let chunks = 2 * ranks;
-        let grid = match document.len() / chunks >= 16 * GRID {
-            true => GRID,
-            false => 1,
-        };
-        let cut = |chunk: usize| match chunk == chunks {
-            true => document.end,
-            false => document.start + document.len() * chunk / chunks / grid * grid,
-        };
-        for (rank, shard) in shards.iter_mut().enumerate() {
-            let low = cut(rank)..cut(rank + 1);
-            let high = cut(chunks - 1 - rank)..cut(chunks - rank);
-            shard.extend([low, high]);
-        }
-    }
-    // The longest first, each to the rank with the least work so far.
-    short.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.start.cmp(&b.1.start)));
     let mut loads: BinaryHeap<Reverse<(u128, usize)>> =
         (0..ranks).map(|rank| Reverse((0, rank))).collect();
-    for (own, document) in short {
-        let Some(Reverse((load, rank))) = loads.pop() else {
-            break;
-        };
-        shards[rank].push(document);
-        loads.push(Reverse((load + own, rank)));
+    for (own, document) in every {
+        let wanted = (own as f64 / most).ceil() as usize;
+        let sharing = wanted.min(document.len() / 2).clamp(1, ranks);
+        let least = (0..sharing).filter_map(|_| loads.pop());
+        let mut owners: Vec<(usize, u128)> = least.map(|Reverse((load, at))| (at, load)).collect();
+        // Neighbouring chunks are on neighbouring ranks.
+        owners.sort_unstable();
+        for (at, &(rank, load)) in owners.iter().enumerate() {
+            shards[rank].extend(zigzag_chunks(&document, at, sharing));
+            loads.push(Reverse((load + own / sharing as u128, rank)));
+        }
     }
     Ok(Cut::Ranges(TokenRanges::new(shards)))
+}
+
+/// The tokens that the `at`-th of `sharing` ranks has of a document.
+fn zigzag_chunks(document: &Range<usize>, at: usize, sharing: usize) -> [Range<usize>; 2] {
+    let chunks = 2 * sharing;
+    let grid = match document.len() / chunks >= 16 * GRID {
+        true => GRID,
+        false => 1,
+    };
+    let cut = |chunk: usize| match chunk == chunks {
+        true => document.end,
+        false => document.start + document.len() * chunk / chunks / grid * grid,
+    };
+    let last = chunks - 1 - at;
+    [cut(at)..cut(at + 1), cut(last)..cut(last + 1)]
 }
 
 /// The first token for which a monotone predicate holds.
@@ -257,6 +259,44 @@ mod tests {
         let rows = (0..8).map(|rank| plan.shards().rows(rank));
         let most = rows.max().unwrap() as f64 / (tokens / 8) as f64;
         assert!(most <= 1.1, "{most:.4} of the mean's tokens");
+    }
+
+    /// Long documents are many where all are of similar length; few ranks share each of them.
+    #[test]
+    fn few_pairs_of_ranks_share_documents() {
+        let (documents, ranks) = (10_000, 64);
+        let lengths: Vec<usize> = (0..documents).map(|i| 1 + i * 7919 % 401).collect();
+        let tokens = lengths.iter().sum();
+        let packed = Documents::new(&lengths).unwrap();
+        let pattern = Pattern::dense()
+            .causal(true)
+            .documents(Some(packed.clone()));
+        let shape = Shape::new(1, tokens, 1, 1, 8).unwrap();
+        let cut = by_document(&pattern, &shape, ranks).unwrap();
+        let Cut::Ranges(shards) = &cut else {
+            panic!("{cut:?}")
+        };
+        let mut sharing = vec![BTreeSet::new(); documents];
+        for rank in 0..ranks {
+            for range in shards.of(rank) {
+                // Adjacent ranges are joined.
+                let mut token = range.start;
+                while token < range.end {
+                    let of = packed.of(token);
+                    let at = packed.ranges().position(|other| other == of).unwrap();
+                    sharing[at].insert(rank);
+                    token = of.end;
+                }
+            }
+        }
+        let pairs: usize = sharing.iter().map(|of| of.len() * of.len()).sum();
+        assert!(pairs <= documents + 128 * ranks * ranks, "{pairs} pairs");
+        assert!(sharing.iter().any(|of| of.len() > 1));
+        let sharding = Sharding::new(ranks, cut).unwrap();
+        sharding.check(tokens).unwrap();
+        let plan = Plan::new(Request::new(shape, pattern, sharding, DType::F32)).unwrap();
+        let imbalance = plan.explain().unwrap().imbalance().unwrap();
+        assert!(imbalance <= 1.03, "{imbalance:.4} of the mean's pairs");
     }
 
     #[test]

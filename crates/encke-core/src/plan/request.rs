@@ -377,6 +377,18 @@ impl Request {
         // Keys and values with their gradients, of at most 8 bytes.
         let bytes = [batch, tokens, heads, dim, 4 * 8, ranks, branches];
         product("the number of bytes that all ranks send", &bytes)?;
+        if let (Cut::Striped, Some(documents)) = (self.sharding.cut(), self.pattern.document_list())
+        {
+            // Every rank has rows of every document.
+            let of_document = |length: usize| length.min(ranks).saturating_pow(2);
+            let pairs = documents.lengths().map(of_document);
+            let pairs = pairs.fold(0, usize::saturating_add);
+            let pairs = (
+                pairs,
+                "pairs of ranks that share a document in striped shards",
+            );
+            check_steps(&[(PAIR_STEPS, "steps"), (branches, "branches"), pairs])?;
+        }
         for branch in self.pattern.branches() {
             let segment = branch.segment.min(tokens);
             let lanes = match self.pattern.mode() {

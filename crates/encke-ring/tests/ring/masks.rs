@@ -108,6 +108,25 @@ fn size(plan: &Plan) -> (usize, usize, usize) {
     (jobs, pieces, plan.rings().len())
 }
 
+/// Every rank shares every document of striped shards.
+#[test]
+fn striped_shards_of_many_documents_are_refused() {
+    let plan = |documents: usize, cut: Cut| {
+        let shape = Shape::new(1, 100 * documents, HEADS, HEADS, DIM).unwrap();
+        let documents = Documents::new(&vec![100; documents]).unwrap();
+        let pattern = Pattern::dense().documents(Some(documents));
+        let sharding = Sharding::new(64, cut).unwrap();
+        Plan::new(Request::new(shape, pattern, sharding, DType::F32))
+    };
+    assert!(plan(2, Cut::Striped).is_ok());
+    let said = plan(1000, Cut::Striped).map(drop).unwrap_err().to_string();
+    assert!(
+        said.contains("share a document in striped shards"),
+        "{said}"
+    );
+    assert!(plan(1000, Cut::Zigzag).is_ok());
+}
+
 #[test]
 fn a_plan_grows_with_documents_and_ranks_and_not_with_tokens() {
     let (documents, ranks) = (100_000, 64);
