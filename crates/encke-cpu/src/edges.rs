@@ -12,8 +12,8 @@ use crate::microkernel::{add_columns, multiply_rows};
 use crate::shape::VECTORS;
 use crate::vector::Vector;
 
-/// The rows of a panel that each vector of a tile sees: from the first that one of its lanes sees to
-/// one past the last.
+/// The rows of a panel that each vector of a tile sees: from the first that one of its lanes sees
+/// to one past the last.
 #[derive(Debug, Clone)]
 pub(crate) struct SeenRows(pub [Range<usize>; VECTORS]);
 

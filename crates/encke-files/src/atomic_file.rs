@@ -86,20 +86,6 @@ impl AtomicFile {
         })
     }
 
-    /// The file that another process of the same job has created. Each of them removes it if it is
-    /// killed, and any of them can keep it.
-    pub fn join(temporary: &Path, target: &Path) -> io::Result<AtomicFile> {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true);
-        let open = |path: &Path| options.open(path);
-        let (temporary, file) = Temporary::register(temporary.to_path_buf(), open)?;
-        Ok(AtomicFile {
-            file,
-            temporary: Some(temporary),
-            target: follow_links(target)?,
-        })
-    }
-
     /// Gives the new file the owner, the group and the mode of the one it replaces, as far as this
     /// user may.
     #[cfg(unix)]
@@ -122,16 +108,21 @@ impl AtomicFile {
         &self.file
     }
 
-    /// Its path until it is kept, for other processes that write to it.
-    pub fn temporary(&mut self) -> io::Result<&Path> {
-        let temporary = match self.temporary.take() {
-            Some(temporary) => temporary,
-            None => {
-                let link = |path: &Path| system::link(&self.file, path);
-                Temporary::create(folder(&self.target), link)?.0
-            }
-        };
-        Ok(self.temporary.insert(temporary).path())
+    /// The path that it has until it is kept, or may get, for other processes that write to it.
+    pub fn announce(&self) -> PathBuf {
+        match &self.temporary {
+            Some(temporary) => temporary.path().to_path_buf(),
+            None => Temporary::path_in(folder(&self.target)),
+        }
+    }
+
+    /// Gives it the path that was announced.
+    pub fn give_path(&mut self, path: PathBuf) -> io::Result<()> {
+        if self.temporary.is_none() {
+            let link = |path: &Path| system::link(&self.file, path);
+            self.temporary = Some(Temporary::register(path, link)?.0);
+        }
+        Ok(())
     }
 
     /// The folder that it will be in.
@@ -145,11 +136,9 @@ impl AtomicFile {
         if self.temporary.is_none() && system::link(&self.file, &self.target).is_ok() {
             return Ok(());
         }
-        let target = self.target.clone();
-        let renamed = self
-            .temporary()
-            .and_then(|temporary| fs::rename(temporary, target));
-        match renamed {
+        let temporary = self.announce();
+        let named = self.give_path(temporary.clone());
+        match named.and_then(|()| fs::rename(temporary, &self.target)) {
             #[cfg(unix)]
             Err(error) => self.keep_removed(error),
             ended => ended,
@@ -168,12 +157,35 @@ impl AtomicFile {
         if own.nlink() > 0 {
             return Err(error);
         }
-        let mut copy = AtomicFile::create_named(self.target.clone(), own.mode() & 0o777)?;
+        let copy = AtomicFile::create_named(self.target.clone(), own.mode() & 0o777)?;
         copy.take_over(&own, own.mode() & 0o777)?;
         io::Seek::rewind(&mut self.file)?;
         io::copy(&mut self.file, &mut &copy.file)?;
-        let target = copy.target.clone();
-        fs::rename(copy.temporary()?, target)
+        fs::rename(copy.announce(), &copy.target)
+    }
+}
+
+/// A file that another process of the same job is about to give a path ([`AtomicFile::announce`]).
+/// Each of them removes it if it is killed or drops it, so that it is left behind by none, whenever
+/// the other one is killed.
+#[derive(Debug)]
+pub struct ExpectedFile(Temporary);
+
+impl ExpectedFile {
+    /// The file that will be at `path`.
+    pub fn new(path: PathBuf) -> io::Result<ExpectedFile> {
+        Ok(ExpectedFile(Temporary::register(path, |_| Ok(()))?.0))
+    }
+
+    /// The file, which has its path now. Any process can keep it as `target`.
+    pub fn open(self, target: &Path) -> io::Result<AtomicFile> {
+        let mut options = OpenOptions::new();
+        let file = options.read(true).write(true).open(self.0.path())?;
+        Ok(AtomicFile {
+            file,
+            temporary: Some(self.0),
+            target: follow_links(target)?,
+        })
     }
 }
 

@@ -18,7 +18,7 @@ mod temporaries;
 #[cfg(not(unix))]
 use no_system as system;
 
-pub use atomic_file::{AtomicFile, create_private_folder, folder};
+pub use atomic_file::{AtomicFile, ExpectedFile, create_private_folder, folder};
 pub use read::{open, read, read_own};
 pub use system::{exit_on_invalid_access, remove_temporaries_on_signals};
 pub use temporaries::remove_temporaries;

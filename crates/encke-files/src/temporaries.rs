@@ -40,12 +40,14 @@ impl Temporary {
         folder: &Path,
         create: impl FnOnce(&Path) -> io::Result<R>,
     ) -> io::Result<(Temporary, R)> {
+        Temporary::register(Temporary::path_in(folder), create)
+    }
+
+    /// A path of an unpredictable name in a folder.
+    pub fn path_in(folder: &Path) -> PathBuf {
         // 64 random bits: no other file has the name, and no other user can prepare one.
-        let name = format!(
-            ".encke-{:016x}.tmp",
-            RandomState::new().build_hasher().finish()
-        );
-        Temporary::register(folder.join(name), create)
+        let name = RandomState::new().build_hasher().finish();
+        folder.join(format!(".encke-{name:016x}.tmp"))
     }
 
     /// Removes this file, too, when the process ends; `open` creates or opens it.

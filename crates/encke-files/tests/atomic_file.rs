@@ -7,7 +7,7 @@ use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use encke_files::AtomicFile;
+use encke_files::{AtomicFile, ExpectedFile};
 
 fn created(target: &Path) -> AtomicFile {
     let file = AtomicFile::create(target).unwrap();
@@ -58,13 +58,21 @@ fn a_file_that_is_neither_kept_nor_dropped_has_no_name() {
     assert_eq!(mode & 0o777, 0o640);
 }
 
+/// The file of another process of the job.
+fn joined(creator: &mut AtomicFile, target: &Path) -> AtomicFile {
+    let path = creator.announce();
+    let expected = ExpectedFile::new(path.clone()).unwrap();
+    creator.give_path(path).unwrap();
+    expected.open(target).unwrap()
+}
+
 #[test]
 fn a_joined_file_is_kept_by_either_process() {
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("x");
     for creator_keeps in [true, false] {
         let mut creator = created(&target);
-        let other = AtomicFile::join(creator.temporary().unwrap(), &target).unwrap();
+        let other = joined(&mut creator, &target);
         let (first, second) = match creator_keeps {
             true => (creator, other),
             false => (other, creator),
@@ -78,13 +86,32 @@ fn a_joined_file_is_kept_by_either_process() {
     }
 }
 
+/// SIGKILL of the process that creates the file, once it has its path and before: the others, which
+/// know the path, leave nothing behind.
+#[test]
+fn a_file_whose_process_is_killed_is_removed_by_those_that_expect_it() {
+    let folder = tempfile::tempdir().unwrap();
+    for has_path in [true, false] {
+        let mut killed = created(&folder.path().join("x"));
+        let path = killed.announce();
+        let expected = ExpectedFile::new(path.clone()).unwrap();
+        if has_path {
+            killed.give_path(path).unwrap();
+            assert_eq!(names(folder.path()).len(), 1);
+        }
+        std::mem::forget(killed);
+        drop(expected);
+        assert!(names(folder.path()).is_empty());
+    }
+}
+
 /// A process that is killed removes the file; those that survive still have it open.
 #[test]
 fn a_file_that_a_killed_process_removed_is_kept_by_a_survivor() {
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("x");
     let mut killed = created(&target);
-    let survivor = AtomicFile::join(killed.temporary().unwrap(), &target).unwrap();
+    let survivor = joined(&mut killed, &target);
     drop(killed);
     assert!(names(folder.path()).is_empty());
     survivor.keep().unwrap();

@@ -46,7 +46,8 @@ fn child() {
     encke_files::remove_temporaries_on_signals();
     let target = std::path::Path::new(&folder).join("x");
     let mut written = AtomicFile::create(&target).unwrap();
-    written.temporary().unwrap();
+    let path = written.announce();
+    written.give_path(path).unwrap();
     eprintln!("ready");
     std::thread::sleep(Duration::from_secs(60));
 }
@@ -97,7 +98,8 @@ fn faulting_child() {
     encke_files::exit_on_invalid_access("encke: it crashed", 0);
     let target = std::path::Path::new(&folder).join("x");
     let mut written = AtomicFile::create(&target).unwrap();
-    written.temporary().unwrap();
+    let path = written.announce();
+    written.give_path(path).unwrap();
     let nowhere = std::hint::black_box(8usize) as *const u8;
     // SAFETY: there is none: nothing is mapped there, and the process ends.
     unsafe { nowhere.read_volatile() };
@@ -152,7 +154,8 @@ fn child_with_a_small_signal_stack() {
     shrink_signal_stack();
     let target = std::path::Path::new(&folder).join("x");
     let mut written = AtomicFile::create(&target).unwrap();
-    written.temporary().unwrap();
+    let path = written.announce();
+    written.give_path(path).unwrap();
     // SAFETY: `raise` has no preconditions; the handler runs on this thread.
     unsafe { libc::raise(libc::SIGTERM) };
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use encke::{DType, Tensor};
-use encke_files::{AtomicFile, folder};
+use encke_files::{AtomicFile, ExpectedFile, folder};
 use encke_ring::out_of_core::TensorFile;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -48,9 +48,9 @@ impl OutputFile {
         )
     }
 
-    /// The file that another process of this job has prepared at `temporary`.
-    pub fn join(path: &Path, temporary: &Path) -> Result<OutputFile> {
-        OutputFile::new(path, AtomicFile::join(temporary, path))
+    /// The file that another process of this job has given its path.
+    pub fn join(path: &Path, expected: ExpectedFile) -> Result<OutputFile> {
+        OutputFile::new(path, expected.open(path))
             .context("all processes must see the same output folder")
     }
 
@@ -192,10 +192,15 @@ impl OutputFile {
         Ok(tensor_files(file, entries, starts))
     }
 
-    /// The path of the temporary file, for other processes that write to it.
-    pub fn temporary(&mut self) -> Result<&Path> {
+    /// The path that the temporary file has, or may get, for other processes that write to it.
+    pub fn announce(&self) -> PathBuf {
+        self.written.announce()
+    }
+
+    /// Gives the temporary file the path that was announced.
+    pub fn give_path(&mut self, path: PathBuf) -> Result<()> {
         let shown = || format!("cannot write {}", self.path.display());
-        self.written.temporary().with_context(shown)
+        self.written.give_path(path).with_context(shown)
     }
 }
 

@@ -11,6 +11,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use encke::plan::program::Role;
 use encke::{Attention, Builder, CpuKernel, DType, Kernel, Pass, Plan, Request, Trace};
+use encke_files::ExpectedFile;
 use encke_lab::Verdict;
 use encke_lab::chrome_trace::ChromeTrace;
 use encke_lab::cluster::Cluster;
@@ -171,22 +172,35 @@ fn create<K: Kernel>(
             true => super::outputs(options).map(Some),
             false => Ok(None),
         };
-        let mut path = None;
-        if let Ok(Some((output, _))) = &mut created {
-            match output.temporary() {
-                Ok(named) => path = Some(named.to_path_buf()),
-                Err(error) => created = Err(error),
-            }
-        }
-        // At once: a file whose path only the root knows is left behind if the root is killed.
+        let path = match &created {
+            Ok(Some((output, _))) => Some(output.announce()),
+            _ => None,
+        };
+        // The file gets its path once all know it: they remove it if the root is killed.
         let path: Option<PathBuf> = cluster.broadcast(Some(path))?;
-        let held = created.and_then(|created| match (created, path) {
-            (Some(created), _) => created.0.prepare(&alone).map(|_| Some(created)),
-            (None, Some(path)) => Ok(Some((OutputFile::join(&options.output, &path)?, None))),
-            (None, None) => Ok(None),
-        });
-        let held = cluster.agree(held)?;
+        let expected = match &path {
+            Some(path) if !cluster.is_root() => ExpectedFile::new(path.clone()).map(Some),
+            _ => Ok(None),
+        };
+        let expected = cluster.agree(expected.context("cannot write the output"))?;
+        if let (Ok(Some((output, _))), Some(path)) = (&mut created, path)
+            && let Err(error) = output.give_path(path)
+        {
+            created = Err(error);
+        }
+        let created = cluster.agree(created)?;
         // If the root has died meanwhile, the next one creates another file.
+        if cluster.root() != root {
+            continue;
+        }
+        let held = match (created, expected) {
+            (Some(created), _) => created.0.prepare(&alone).map(|_| Some(created)),
+            (None, Some(expected)) => {
+                OutputFile::join(&options.output, expected).map(|output| Some((output, None)))
+            }
+            (None, None) => Ok(None),
+        };
+        let held = cluster.agree(held)?;
         if let Some(held) = held.filter(|_| cluster.root() == root) {
             break held;
         }

@@ -11,9 +11,11 @@ use super::config::AmxForwardConfig;
 use super::element::{
     LARGE_SCORE, LargeLanes, ScoreScale, TileElement, exp2_argument, for_each_split_pair,
 };
-use super::pack::WIDTH;
 use super::tiles::{ROW_BYTES, SLAB_BYTES};
 use super::vector::{exp2, splat};
+
+/// Keys of a group: rows of a slab.
+const SLAB_ROWS: usize = SLAB_BYTES / ROW_BYTES;
 
 /// One value for each of 32 queries.
 #[derive(Debug, Clone, Copy)]
@@ -147,7 +149,7 @@ impl ScoreBlock {
     pub fn masked(&self) -> bool {
         !self
             .common
-            .cover(self.start..self.start + self.steps * WIDTH)
+            .cover(self.start..self.start + self.steps * SLAB_ROWS)
     }
 }
 
@@ -325,13 +327,13 @@ unsafe fn masked_row_max(block: &ScoreBlock, half: usize, [starts, ends]: [__m51
     let mut top = [lowest; 8];
     for step in 0..block.steps {
         let slab = slab(block, step, half);
-        let start = block.start + WIDTH * step;
-        if block.common.cover(start..start + WIDTH) {
+        let start = block.start + SLAB_ROWS * step;
+        if block.common.cover(start..start + SLAB_ROWS) {
             // SAFETY: the caller's promise.
             unsafe { slab_max(slab, &mut top) };
             continue;
         }
-        for row in 0..WIDTH {
+        for row in 0..SLAB_ROWS {
             let key = _mm512_set1_epi32((start + row) as i32);
             let unmasked = _mm512_cmpgt_epi32_mask(ends, key);
             let unmasked = _mm512_mask_cmple_epi32_mask(unmasked, starts, key);
