@@ -16,13 +16,15 @@ use encke_cpu::CpuKernel;
 const DIM: usize = 64;
 const HEADS: usize = 2;
 const DTYPE: DType = DType::F32;
-/// Tokens of the windows and of all documents together.
-const TOKENS: usize = 16 << 10;
+/// Tokens of the windows.
+const WINDOW_TOKENS: usize = 16 << 10;
+/// Tokens of all documents together.
+const TOKENS: usize = 32 << 10;
 /// Tokens of the calls that windows are compared with.
 const DENSE_TOKENS: usize = 4 << 10;
 const DOCUMENTS: usize = 512;
 /// Runs of each alternative.
-const RUNS: usize = 20;
+const RUNS: usize = 12;
 
 /// A job over tokens `first` and after, without a mask.
 fn job(first: usize, tokens: usize, [dim, value_dim]: [usize; 2]) -> Job {
@@ -184,13 +186,18 @@ fn compare(kernel: &CpuKernel, title: &str, mut alternatives: Vec<TimedJobs>) {
     for _ in 0..RUNS {
         for (alternative, best) in alternatives.iter_mut().zip(&mut best) {
             let (tensors, jobs) = (&mut alternative.tensors, &alternative.jobs);
-            let start = processor_seconds();
-            tensors.forward(kernel, jobs);
-            best[0] = best[0].min(processor_seconds() - start);
+            // The second call finds its tensors where the first has left them, in the cache.
+            for _ in 0..2 {
+                let start = processor_seconds();
+                tensors.forward(kernel, jobs);
+                best[0] = best[0].min(processor_seconds() - start);
+            }
             tensors.delta(kernel);
-            let start = processor_seconds();
-            tensors.backward(kernel, jobs);
-            best[1] = best[1].min(processor_seconds() - start);
+            for _ in 0..2 {
+                let start = processor_seconds();
+                tensors.backward(kernel, jobs);
+                best[1] = best[1].min(processor_seconds() - start);
+            }
         }
     }
     println!("{title}, processor time per pair:");
@@ -274,10 +281,10 @@ fn main() {
             left: Some(width - 1),
             right: Some(0),
         };
-        let jobs = vec![banded(0, TOKENS, window)];
-        TimedJobs::new(format!("window {width}"), jobs, TOKENS)
+        let jobs = vec![banded(0, WINDOW_TOKENS, window)];
+        TimedJobs::new(format!("window {width}"), jobs, WINDOW_TOKENS)
     };
-    let title = format!("windows over {TOKENS} tokens");
+    let title = format!("windows over {WINDOW_TOKENS} tokens");
     let widths = [8 << 10, 4 << 10, 2 << 10, 1 << 10];
     compare(&kernel, &title, widths.map(windowed).into());
 
