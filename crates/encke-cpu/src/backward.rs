@@ -14,9 +14,8 @@ use encke_core::kernel::{Gradients, Upstream};
 use encke_core::{Data, Element};
 
 use crate::dropout::{DropWeights, LEFT_OUT, MultiplyFactors, TileDropout, accumulate_marked_keys};
-use crate::forward::{accumulate, products};
 use crate::grid::{QueryBlock, QueryGrid, Tile};
-use crate::microkernel::multiply_rows;
+use crate::microkernel::{accumulate, multiply_rows, products};
 use crate::panel;
 use crate::ranges::{KeyPanel, LaneRanges, RangeMask};
 use crate::real::Real;
@@ -331,12 +330,13 @@ impl<X: Vector> BackwardCall<'_, X> {
         let dout = X::of(&panels.dout[value_at.clone()]);
         match &mask {
             None => {
-                products::<X, R>(x, k, width, dim, q, scores);
-                products::<X, R>(x, v, value_width, value_dim, dout, dp);
+                products::<X, R>(x, (k, width), dim, q, scores, |_| 0..VECTORS);
+                products::<X, R>(x, (v, value_width), value_dim, dout, dp, |_| 0..VECTORS);
             }
             Some(RangeMask { seen, .. }) => {
-                seen.products::<X, R>(x, k, width, dim, q, scores);
-                seen.products::<X, R>(x, v, value_width, value_dim, dout, dp);
+                let vectors = |rows| seen.vectors(rows);
+                products::<X, R>(x, (k, width), dim, q, scores, vectors);
+                products::<X, R>(x, (v, value_width), value_dim, dout, dp, vectors);
             }
         }
         let factors = &mut panels.factors[..];
@@ -388,9 +388,9 @@ impl<X: Vector> BackwardCall<'_, X> {
             let (ones, dq) = ([x.splat(X::A::ONE); VECTORS], &mut panels.dq[at.clone()]);
             let dq = X::of_mut(dq);
             match &mask {
-                None => accumulate::<X, R>(x, k, width, dp, &ones, dq),
+                None => accumulate::<X, R>(x, (k, width), dp, &ones, dq),
                 Some(RangeMask { seen, .. }) if pairs.finite => {
-                    seen.accumulate::<X, R>(x, k, width, dp, &ones, dq);
+                    seen.accumulate::<X, R>(x, (k, width), dp, &ones, dq);
                 }
                 Some(mask) => mask.accumulate(x, k, width, dp, &ones, dq),
             }

@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use crate::microkernel::{add_columns, multiply_rows};
+use crate::microkernel::{accumulate_by, add_columns};
 use crate::shape::VECTORS;
 use crate::vector::Vector;
 
@@ -20,40 +20,11 @@ pub(crate) struct SeenRows(pub [Range<usize>; VECTORS]);
 impl SeenRows {
     /// The vectors from the first to the last that sees one of some rows.
     #[inline(always)]
-    fn vectors(&self, rows: Range<usize>) -> Range<usize> {
+    pub fn vectors(&self, rows: Range<usize>) -> Range<usize> {
         let sees = |seen: &Range<usize>| seen.start < rows.end && rows.start < seen.end;
         let first = self.0.iter().position(sees).unwrap_or(0);
         let end = self.0.iter().rposition(sees).map_or(first, |last| last + 1);
         first..end
-    }
-
-    /// The scores of the rows and vectors that see each other, `R` rows at a time. The others keep
-    /// what they are.
-    #[inline(always)]
-    pub fn products<X: Vector, const R: usize>(
-        &self,
-        x: X,
-        rows: &[X::A],
-        width: usize,
-        dim: usize,
-        lanes: &[X::V],
-        scores: &mut [X::V],
-    ) {
-        let groups = rows.chunks_exact(R * width);
-        for (group, (rows, scores)) in groups.zip(scores.chunks_exact_mut(R * VECTORS)).enumerate()
-        {
-            let mut by_row: [&[X::A]; R] = [&[]; R];
-            for (slot, row) in by_row.iter_mut().zip(rows.chunks_exact(width)) {
-                *slot = &row[..dim];
-            }
-            let Range { start, end } = self.vectors(group * R..(group + 1) * R);
-            match end - start {
-                0 => {}
-                1 => scores_of::<X, R, 1>(x, by_row, lanes, start, scores),
-                2 => scores_of::<X, R, 2>(x, by_row, lanes, start, scores),
-                _ => scores_of::<X, R, VECTORS>(x, by_row, lanes, 0, scores),
-            }
-        }
     }
 
     /// out[c] = keep · out[c] + Σ_j rows[j][c] · weights[j], where the weights of rows that a lane
@@ -62,8 +33,7 @@ impl SeenRows {
     pub fn accumulate<X: Vector, const R: usize>(
         &self,
         x: X,
-        rows: &[X::A],
-        width: usize,
+        (rows, width): (&[X::A], usize),
         weights: &[X::V],
         keep: &[X::V; VECTORS],
         out: &mut [X::V],
@@ -74,15 +44,14 @@ impl SeenRows {
             cuts.copy_from_slice(&[seen.start, seen.end]);
         }
         cuts.sort_unstable();
-        for (group, out) in out.chunks_exact_mut(R * VECTORS).enumerate() {
-            let mut sums = [[x.zero(); VECTORS]; R];
+        accumulate_by::<X, R>(x, keep, out, |at, sums| {
             for cut in cuts.windows(2).filter(|cut| cut[0] < cut[1]) {
                 let rows = &rows[cut[0] * width..cut[1] * width];
                 let weights = &weights[cut[0] * VECTORS..cut[1] * VECTORS];
-                let (at, vectors) = (group * R, self.vectors(cut[0]..cut[1]));
+                let vectors = self.vectors(cut[0]..cut[1]);
                 macro_rules! add {
                     ($first:literal, $count:literal) => {
-                        add_columns::<X, R, $first, $count>(x, rows, width, at, weights, &mut sums)
+                        add_columns::<X, R, $first, $count>(x, rows, width, at, weights, sums)
                     };
                 }
                 match (vectors.start, vectors.len()) {
@@ -95,12 +64,7 @@ impl SeenRows {
                     _ => add!(0, 3),
                 }
             }
-            for (out, sums) in out.chunks_exact_mut(VECTORS).zip(sums) {
-                for n in 0..VECTORS {
-                    out[n] = x.mul_add(keep[n], out[n], sums[n]);
-                }
-            }
-        }
+        });
     }
 
     /// The lanes of the vectors that see one of some rows.
@@ -108,20 +72,5 @@ impl SeenRows {
     pub fn lanes<X: Vector>(&self, rows: Range<usize>) -> Range<usize> {
         let vectors = self.vectors(rows);
         vectors.start * X::WIDTH..vectors.end * X::WIDTH
-    }
-}
-
-/// The scores of `R` rows and `N` vectors from vector `first` on.
-#[inline(always)]
-fn scores_of<X: Vector, const R: usize, const N: usize>(
-    x: X,
-    rows: [&[X::A]; R],
-    lanes: &[X::V],
-    first: usize,
-    scores: &mut [X::V],
-) {
-    let sums = multiply_rows::<X, R, N>(x, rows, lanes, VECTORS, first);
-    for (scores, sums) in scores.chunks_exact_mut(VECTORS).zip(sums) {
-        scores[first..first + N].copy_from_slice(&sums);
     }
 }

@@ -13,7 +13,7 @@ use encke_core::job::Job;
 
 use crate::dropout::{DropWeights, LEFT_OUT, TileDropout, accumulate_marked};
 use crate::grid::{QueryBlock, QueryGrid, Tile};
-use crate::microkernel::{add_columns, multiply_rows};
+use crate::microkernel::{accumulate, products};
 use crate::panel;
 use crate::ranges::{KeyPanel, LaneRanges, RangeMask};
 use crate::real::Real;
@@ -265,11 +265,11 @@ impl<X: Vector> ForwardCall<'_, X> {
                 let scores = X::of_mut(&mut panels.scores[..rows.len() * lanes]);
                 let k = &k[rows.start * width..rows.end * width];
                 let v = &v[rows.start * value_width..rows.end * value_width];
+                let (x, k, v) = (self.x, (k, width), (v, value_width));
                 match &mask {
-                    None => products::<X, R>(self.x, k, width, job.dim, q, scores),
-                    Some(mask) => {
-                        mask.seen
-                            .products::<X, R>(self.x, k, width, job.dim, q, scores);
+                    None => products::<X, R>(x, k, job.dim, q, scores, |_| 0..VECTORS),
+                    Some(RangeMask { seen, .. }) => {
+                        products::<X, R>(x, k, job.dim, q, scores, |rows| seen.vectors(rows));
                     }
                 }
                 if job.transform.is_some() {
@@ -288,18 +288,16 @@ impl<X: Vector> ForwardCall<'_, X> {
                         if let Some(mask) = &mask {
                             mask.hide(self.x, scores, X::A::from_f64(LEFT_OUT));
                         }
-                        accumulate_marked(self.x, v, value_width, scores, &keep, out);
+                        accumulate_marked(x, v.0, v.1, scores, &keep, out);
                         continue;
                     }
                 }
-                let (x, width) = (self.x, value_width);
                 match &mask {
-                    None => accumulate::<X, R>(x, v, width, scores, &keep, out),
-                    Some(mask) if finite => {
-                        mask.seen
-                            .accumulate::<X, R>(x, v, width, scores, &keep, out);
+                    None => accumulate::<X, R>(x, v, scores, &keep, out),
+                    Some(RangeMask { seen, .. }) if finite => {
+                        seen.accumulate::<X, R>(x, v, scores, &keep, out);
                     }
-                    Some(mask) => mask.accumulate(x, v, width, scores, &keep, out),
+                    Some(mask) => mask.accumulate(x, v.0, v.1, scores, &keep, out),
                 }
             }
         }
@@ -344,50 +342,6 @@ impl<X: Vector> ForwardCall<'_, X> {
                 weights,
                 dropped: x.splat(X::A::from_f64(dropped)),
             });
-        }
-    }
-}
-
-/// scores[j] = Σ_c rows[j][c] · lanes[c], for every row.
-#[inline(always)]
-pub(crate) fn products<X: Vector, const R: usize>(
-    x: X,
-    rows: &[X::A],
-    width: usize,
-    dim: usize,
-    lanes: &[X::V],
-    scores: &mut [X::V],
-) {
-    let groups = rows.chunks_exact(R * width);
-    for (rows, scores) in groups.zip(scores.chunks_exact_mut(R * VECTORS)) {
-        let mut by_row: [&[X::A]; R] = [&[]; R];
-        for (slot, row) in by_row.iter_mut().zip(rows.chunks_exact(width)) {
-            *slot = &row[..dim];
-        }
-        let sums = multiply_rows::<X, R, VECTORS>(x, by_row, lanes, VECTORS, 0);
-        for (scores, sums) in scores.chunks_exact_mut(VECTORS).zip(sums) {
-            scores.copy_from_slice(&sums);
-        }
-    }
-}
-
-/// out[c] = keep · out[c] + Σ_j rows[j][c] · weights[j].
-#[inline(always)]
-pub(crate) fn accumulate<X: Vector, const R: usize>(
-    x: X,
-    rows: &[X::A],
-    width: usize,
-    weights: &[X::V],
-    keep: &[X::V; VECTORS],
-    out: &mut [X::V],
-) {
-    for (group, out) in out.chunks_exact_mut(R * VECTORS).enumerate() {
-        let mut sums = [[x.zero(); VECTORS]; R];
-        add_columns::<X, R, 0, VECTORS>(x, rows, width, group * R, weights, &mut sums);
-        for (out, sums) in out.chunks_exact_mut(VECTORS).zip(sums) {
-            for n in 0..VECTORS {
-                out[n] = x.mul_add(keep[n], out[n], sums[n]);
-            }
         }
     }
 }

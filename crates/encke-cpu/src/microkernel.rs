@@ -4,6 +4,8 @@
 //! along columns (outputs from values and weights). Both keep `R` rows of `N` vectors in registers
 //! for the whole sum, and never reduce across the lanes of a vector.
 
+use std::ops::Range;
+
 use crate::shape::VECTORS;
 use crate::vector::Vector;
 
@@ -52,6 +54,81 @@ pub(crate) fn add_columns<X: Vector, const R: usize, const LOW: usize, const N: 
             let factor = x.splat(row[r]);
             for n in LOW..LOW + N {
                 sums[r][n] = x.mul_add(factor, lanes[n], sums[r][n]);
+            }
+        }
+    }
+}
+
+/// scores[j] = Σ_c rows[j][c] · lanes[c] for the `vectors` of each `R` rows; the others keep what
+/// they are. Rows come with their width.
+#[inline(always)]
+pub(crate) fn products<X: Vector, const R: usize>(
+    x: X,
+    (rows, width): (&[X::A], usize),
+    dim: usize,
+    lanes: &[X::V],
+    scores: &mut [X::V],
+    vectors: impl Fn(Range<usize>) -> Range<usize>,
+) {
+    let scores = scores.chunks_exact_mut(R * VECTORS);
+    for (group, (rows, scores)) in rows.chunks_exact(R * width).zip(scores).enumerate() {
+        let mut by_row: [&[X::A]; R] = [&[]; R];
+        for (slot, row) in by_row.iter_mut().zip(rows.chunks_exact(width)) {
+            *slot = &row[..dim];
+        }
+        let Range { start, end } = vectors(group * R..(group + 1) * R);
+        match end - start {
+            0 => {}
+            1 => products_of::<X, R, 1>(x, by_row, lanes, start, scores),
+            2 => products_of::<X, R, 2>(x, by_row, lanes, start, scores),
+            _ => products_of::<X, R, VECTORS>(x, by_row, lanes, 0, scores),
+        }
+    }
+}
+
+/// The products of `R` rows and `N` vectors from vector `first` on.
+#[inline(always)]
+fn products_of<X: Vector, const R: usize, const N: usize>(
+    x: X,
+    rows: [&[X::A]; R],
+    lanes: &[X::V],
+    first: usize,
+    scores: &mut [X::V],
+) {
+    let sums = multiply_rows::<X, R, N>(x, rows, lanes, VECTORS, first);
+    for (scores, sums) in scores.chunks_exact_mut(VECTORS).zip(sums) {
+        scores[first..first + N].copy_from_slice(&sums);
+    }
+}
+
+/// out[c] = keep · out[c] + Σ_j rows[j][c] · weights[j]. Rows come with their width.
+#[inline(always)]
+pub(crate) fn accumulate<X: Vector, const R: usize>(
+    x: X,
+    (rows, width): (&[X::A], usize),
+    weights: &[X::V],
+    keep: &[X::V; VECTORS],
+    out: &mut [X::V],
+) {
+    accumulate_by::<X, R>(x, keep, out, |first, sums| {
+        add_columns::<X, R, 0, VECTORS>(x, rows, width, first, weights, sums);
+    });
+}
+
+/// out = keep · out + the sums that `add` makes of `R` columns from the given one on.
+#[inline(always)]
+pub(crate) fn accumulate_by<X: Vector, const R: usize>(
+    x: X,
+    keep: &[X::V; VECTORS],
+    out: &mut [X::V],
+    add: impl Fn(usize, &mut [[X::V; VECTORS]; R]),
+) {
+    for (group, out) in out.chunks_exact_mut(R * VECTORS).enumerate() {
+        let mut sums = [[x.zero(); VECTORS]; R];
+        add(group * R, &mut sums);
+        for (out, sums) in out.chunks_exact_mut(VECTORS).zip(sums) {
+            for n in 0..VECTORS {
+                out[n] = x.mul_add(keep[n], out[n], sums[n]);
             }
         }
     }
