@@ -13,7 +13,8 @@
 #include "../src/kernels/backward.cuh"
 #include "../src/kernels/backward_rows.cu"
 #include "../src/kernels/hopper_backward.cuh"
-#if HD > 128
+#include "../src/kernels/hopper_backward_tile.cuh"
+#if WIDE
 #include "../src/kernels/hopper_backward_wide.cu"
 #else
 #include "../src/kernels/hopper_backward.cu"
@@ -33,6 +34,8 @@ struct Case {
 };
 struct View { OperandParams o; vector<i64> heads; u64 size; };
 
+// Elements of a row of values.
+static int value_dim(const Case& c) { return OWN_VALUES ? c.dim - HD + VD : c.dim; }
 // Contiguous rows of `heads` heads; every `dilation`-th row is used, each head with its own phase.
 static View view(
     const Case& c, int rows, int width, int per_head, int dilation, int dim, i64 offset) {
@@ -58,8 +61,9 @@ template <class F> static TensorMap map_of(
 }
 
 struct Inputs { vector<u16> q, k, v, dout; vector<float> lse, delta, dq, dk, dv; };
+static const double CAP = 1.5;   // with SOFTCAP
 struct Setting {
-  View q, k, cells, dq;
+  View q, k, v, cells, dq;
   JobParams job;
   vector<PieceParams> pieces;
   // By definition: the same document, and positions inside the window.
@@ -76,6 +80,22 @@ struct Setting {
     return t < visible(job, i);
 #endif
   }
+  // The score of a pair from scale * product, by definition, and its derivative.
+  double score(double x, int h, int i, int t, double& derivative) const {
+    derivative = 1;
+#if SOFTCAP
+    const double share = tanh(x / CAP);
+    x = CAP * share;
+    derivative = 1 - share * share;
+#endif
+#if SLOPES
+    for (const PieceParams& p : pieces)
+      if (i >= p.first_query && i < p.end_query && t >= p.first_key && t < p.end_key)
+        x -= slope_of(h) * fabs((double)(query_position(p, i) - key_position(p, t)));
+#endif
+    return x;
+  }
+  static double slope_of(int h) { return 0.01 + 0.02 * h; }
 };
 
 static float random_element() { return (emu::draw() & 0xffff) / 32768.0f - 1.0f; }
@@ -93,12 +113,14 @@ static vector<float> random_floats(u64 n) {
 static Setting setting(const Case& c) {
   Setting s; const int kv = c.heads / c.shared;
   s.q = view(c, c.queries, c.heads, 1, c.dilation, c.dim, 0);
-  s.k = view(c, c.keys, kv, c.shared, c.dilation, c.dim, 16);
+  const int wide = value_dim(c);
+  s.k = view(c, c.keys, kv, c.shared, c.dilation, c.dim, 2 * c.dim);
+  s.v = view(c, c.keys, kv, c.shared, c.dilation, wide, 2 * wide);
   s.cells = view(c, c.queries, c.heads, 1, 1, 1, 0);
   s.dq = view(c, c.queries, c.heads, 1, c.dilation, c.dim, 32);
-  for (View* v : {&s.q, &s.k, &s.cells, &s.dq}) v->o.heads = v->heads.data();
+  for (View* v : {&s.q, &s.k, &s.v, &s.cells, &s.dq}) v->o.heads = v->heads.data();
   s.job = JobParams{s.q.o, s.k.o, s.cells.o, s.dq.o, c.query, c.query_step, c.key, c.key_step,
-      c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, c.causal, 0, c.scale, c.gain};
+      c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, c.causal, wide, c.scale, c.gain};
 #if WINDOWED
   const int step = c.document ? c.document : c.queries;
   for (int i = 0, t = 0; i < c.queries && t < c.keys; i += step) {
@@ -129,18 +151,20 @@ static Inputs inputs(const Case& c, const Setting& s) {
   Inputs x; const JobParams& j = s.job;
   x.q = random_elements(s.q.size);
   x.k = random_elements(s.k.size);
-  x.v = random_elements(s.k.size);
-  x.dout = random_elements(s.cells.size * c.dim);
+  x.v = random_elements(s.v.size);
+  x.dout = random_elements(s.cells.size * value_dim(c));
   for (auto& y : x.q) y = emu::narrow(3 * emu::widen(y));
-  x.dq = random_floats(s.dq.size); x.dk = random_floats(s.k.size); x.dv = random_floats(s.k.size);
+  x.dq = random_floats(s.dq.size); x.dk = random_floats(s.k.size); x.dv = random_floats(s.v.size);
   x.lse.assign(s.cells.size, -INFINITY); x.delta = random_floats(s.cells.size);
   for (int b = 0; b < j.batch; b++)
     for (int g = 0; g < j.segments; g++)
       for (int h = 0; h < j.heads; h++)
         for (int i = 0; i < j.queries; i++) {
-          double sum = 0;
+          double sum = 0, unused;
           for (int t = 0; t < j.keys; t++) if (s.sees(i, t))
-            sum += exp(c.scale * dot(&x.q[at(j.q, b, g, i, h)], &x.k[at(j.k, b, g, t, h)], c.dim));
+            sum += exp(s.score(
+                c.scale * dot(&x.q[at(j.q, b, g, i, h)], &x.k[at(j.k, b, g, t, h)], c.dim), h, i, t,
+                unused));
           if (sum > 0) x.lse[at(j.cells, b, g, i, h)] = (float)log(sum);
         }
   return x;
@@ -151,12 +175,17 @@ static Exact exact(const Case& c, const Setting& s, const Inputs& x) {
   const JobParams& j = s.job;
   pairs(s, [&](int b, int g, int h, int i, int t) {
     const i64 cell = at(j.cells, b, g, i, h), q = at(j.q, b, g, i, h), k = at(j.k, b, g, t, h),
-              dq = at(j.dq, b, g, i, h);
+              dq = at(j.dq, b, g, i, h), v = at(s.v.o, b, g, t, h);
+    const int wide = value_dim(c);
     if (x.lse[cell] == -INFINITY) return;
-    const double p = exp(c.scale * dot(&x.q[q], &x.k[k], c.dim) - x.lse[cell]),
-                 ds = p * (c.gain * dot(&x.dout[cell * c.dim], &x.v[k], c.dim) - x.delta[cell]);
+    double derivative;
+    const double score = s.score(c.scale * dot(&x.q[q], &x.k[k], c.dim), h, i, t, derivative),
+                 p = exp(score - x.lse[cell]),
+                 ds = p * derivative *
+                      (c.gain * dot(&x.dout[cell * wide], &x.v[v], wide) - x.delta[cell]);
+    for (int y = 0; y < wide; y++)
+      e.dv[v + y] += p * c.gain * emu::widen(x.dout[cell * wide + y]);
     for (int y = 0; y < c.dim; y++) {
-      e.dv[k + y] += p * c.gain * emu::widen(x.dout[cell * c.dim + y]);
       e.dq[dq + y] += c.scale * ds * emu::widen(x.k[k + y]);
       e.dk[k + y] += c.scale * ds * emu::widen(x.q[q + y]);
     }
@@ -166,7 +195,7 @@ static Exact exact(const Case& c, const Setting& s, const Inputs& x) {
 
 struct Result { vector<float> dq, dk, dv; };
 static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_order, int resident,
-    Stores stores = ADDED) {
+    Stores stores = ADDED, bool downwards = false) {
   Result r{x.dq, x.dk, x.dv}; const JobParams& j = s.job;
   const int padded = (c.queries + BQ - 1) / BQ * BQ, blocks = padded / BQ,
             tiles = (c.keys + BK - 1) / BK;
@@ -176,6 +205,10 @@ static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_o
   vector<u32> control(SEMAPHORES + (u64)c.batch * c.segments * c.heads * blocks, 0);
   vector<int> first_blocks(tiles + 1, -7), end_blocks(tiles, -7);
   vector<Range> key_rows(tiles * BK, Range{-7, -7});
+  vector<int> distances(tiles * BK, 1 << 20);
+  vector<uint2> slopes;
+  for (int h = 0; h < c.heads; h++)
+    slopes.push_back({__float_as_uint((float)(Setting::slope_of(h) * M_LOG2E)), 0});
   vector<int2> key_heads; vector<int4> query_heads;
   for (int h = 0; h < c.heads; h++) {
     if (h % c.shared == 0)
@@ -187,19 +220,23 @@ static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_o
   const float fold = (P_SHIFT > 0) ? 1.f : (float)c.scale, down = (float)exp2(-P_SHIFT);
   BackwardRows pre{j, x.q.data(), x.dout.data(), x.lse.data(), x.delta.data(), dense, dense + rows,
       control.data(), padded, fold * down, first_blocks.data(), tiles, BK, s.pieces.data(),
-      key_rows.data(), end_blocks.data(), (int)s.pieces.size(), 0};
+      key_rows.data(), end_blocks.data(), (int)s.pieces.size(), 0,
+      distances.data()};
   emu::launch((int)((rows + 255) / 256), 1, 256, [&] { backward_rows(pre); });
   HopperBackward w{j, r.dk.data(), r.dv.data(), dense, dense + rows, key_heads.data(),
       query_heads.data(), control.data(), count, tiles, padded, fixed_order,
       (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold),
       (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch,
       first_blocks.data(), stores, !c.causal && tiles <= 2 ? blocks / tiles : 0,
-      key_rows.data(), end_blocks.data(), blocks, 0};
+      key_rows.data(), end_blocks.data(), blocks, downwards ? tiles : NEVER,
+      (float)(CAP * M_LOG2E), (float)(2 * c.scale * M_LOG2E / CAP), (int)c.query_step, 0,
+      slopes.data(), distances.data()};
   if (fold == 0.f) w.dq_gain = w.dk_gain = 0.f;
   TensorMap tq = map_of(s.q, x.q.data(), c, c.queries, c.dim, BQ, false, 1),
-            to = map_of(s.cells, x.dout.data(), c, c.queries, c.dim, BQ, false, c.dim);
+            to = map_of(
+                s.cells, x.dout.data(), c, c.queries, value_dim(c), BQ, false, value_dim(c));
   TensorMap tk = map_of(s.k, x.k.data(), c, c.keys, c.dim, BK, false, 1),
-            tv = map_of(s.k, x.v.data(), c, c.keys, c.dim, BK, false, 1);
+            tv = map_of(s.v, x.v.data(), c, c.keys, value_dim(c), BK, false, 1);
   TensorMap tdq = map_of(s.dq, r.dq.data(), c, c.queries, c.dim, BQ, true, 1);
   emu::launch(
       std::min(resident, w.tiles), 1, 384, [&] { hopper_backward(tq, to, tk, tv, tdq, w); },
@@ -222,8 +259,8 @@ static double error(
 static int failures = 0;
 static void judge(
     bool fine, const Case& c, const char* what, double a = 0, double b = 0, double d = 0) {
-  printf("%s HD=%d BQ=%d %-12s %s %.1e %.1e %.1e\n", fine ? "ok  " : "FAIL", HD, BQ, c.name, what,
-      a, b, d);
+  printf("%s HD=%d VD=%d BQ=%d %-12s %s %.1e %.1e %.1e\n", fine ? "ok  " : "FAIL", HD, VD, BQ,
+      c.name, what, a, b, d);
   failures += !fine;
 }
 template <class F> static bool equal(const vector<float>& a, const vector<float>& b, F free) {
@@ -248,15 +285,29 @@ static void check(const Case& c) {
       c, "bits with another schedule");
   bool own = true; const double f = error(fast.dq, e.dq, x.dq, own);
   judge(f < bound && own && equal(r.dk, fast.dk, none), c, "any order", f);
+  // From the second sequence on, tiles may take their blocks in the other direction.
+  if (c.causal && !WINDOWED) {
+    auto down = [&](int resident) { return run(c, s, x, true, resident, ADDED, true); };
+    const Result first = down(3), second = down(2);
+    bool own = true;
+    const double q = error(first.dq, e.dq, x.dq, own), k = error(first.dk, e.dk, x.dk, own),
+                 v = error(first.dv, e.dv, x.dv, own);
+    judge(q < bound && k < bound && v < bound && own, c, "downwards", q, k, v);
+    judge(equal(first.dq, second.dq, none) && equal(first.dk, second.dk, none) &&
+              equal(first.dv, second.dv, none),
+        c, "bits downwards with another schedule");
+  }
   // Stored sums are those of adding to zeros, and only the job's rows are touched; rounded ones are
   // these, in memory of the keys' type.
   Inputs zeros = x;
-  for (auto* all : {&zeros.dk, &zeros.dv})
-    for (int b = 0; b < j.batch; b++)
-      for (int g = 0; g < j.segments; g++)
-        for (int h = 0; h < j.heads; h++)
-          for (int t = 0; t < j.keys; t++)
-            for (int d = 0; d < c.dim; d++) (*all)[at(j.k, b, g, t, h) + d] = 0.f;
+  const int wide = value_dim(c);
+  for (int b = 0; b < j.batch; b++)
+    for (int g = 0; g < j.segments; g++)
+      for (int h = 0; h < j.heads; h++)
+        for (int t = 0; t < j.keys; t++) {
+          for (int d = 0; d < c.dim; d++) zeros.dk[at(j.k, b, g, t, h) + d] = 0.f;
+          for (int d = 0; d < wide; d++) zeros.dv[at(s.v.o, b, g, t, h) + d] = 0.f;
+        }
   const Result added = run(c, s, zeros, true, 2), written = run(c, s, x, true, 2, STORED);
   judge(equal(added.dk, written.dk, none) && equal(added.dv, written.dv, none), c,
       "stored, not added");
@@ -265,36 +316,43 @@ static void check(const Case& c) {
   for (int b = 0; b < j.batch; b++)
     for (int g = 0; g < j.segments; g++)
       for (int h = 0; h < j.heads; h++)
-        for (int t = 0; t < j.keys; t++)
-          for (int d = 0; d < c.dim; d++) {
-            const i64 i = at(j.k, b, g, t, h) + d;
-            ((u16*)narrow.dk.data())[i] = emu::narrow(written.dk[i]);
-            ((u16*)narrow.dv.data())[i] = emu::narrow(written.dv[i]);
-          }
+        for (int t = 0; t < j.keys; t++) {
+          const i64 key = at(j.k, b, g, t, h), value = at(s.v.o, b, g, t, h);
+          for (int d = 0; d < c.dim; d++)
+            ((u16*)narrow.dk.data())[key + d] = emu::narrow(written.dk[key + d]);
+          for (int d = 0; d < wide; d++)
+            ((u16*)narrow.dv.data())[value + d] = emu::narrow(written.dv[value + d]);
+        }
   judge(equal(narrow.dk, rounded.dk, none) && equal(narrow.dv, rounded.dv, none), c, "rounded");
 
   // Hidden rows have no effect: a key that is not finite on rows that do not see it, a query that
   // is not finite on keys it does not see.
   for (int round = 0; round < 4; round++) {
-    Inputs y = x; vector<bool> free_q(x.dq.size()), free_k(x.dk.size()), must_q(x.dq.size());
+    Inputs y = x; vector<bool> free_q(x.dq.size()), free_k(x.dk.size()), free_v(x.dv.size()),
+        must_q(x.dq.size());
     const int key = c.keys - 1 - (round & 1) * (c.keys / 3), query = (round & 1) * (c.queries / 3),
               of = 0;
     const u16 bad = emu::narrow(round < 2 ? NAN : INFINITY);
     for (int b = 0; b < j.batch; b++)
       for (int g = 0; g < j.segments; g++)
         for (int h = 0; h < j.heads; h++) {
-          const i64 k0 = at(j.k, b, g, key, h), q0 = at(j.q, b, g, query, h),
-                    cell = at(j.cells, b, g, query, h);
+          const i64 k0 = at(j.k, b, g, key, h), v0 = at(s.v.o, b, g, key, h),
+                    q0 = at(j.q, b, g, query, h), cell = at(j.cells, b, g, query, h);
           for (int i = 0; i < c.dim; i++) {
-            y.k[k0 + i] = y.v[k0 + i] = bad;
+            y.k[k0 + i] = bad;
             free_k[k0 + i] = true;
           }
-          if (h == of)
+          for (int i = 0; i < wide; i++) {
+            y.v[v0 + i] = bad;
+            free_v[v0 + i] = true;
+          }
+          if (h == of) {
             for (int i = 0; i < c.dim; i++) {
               y.q[q0 + i] = bad;
-              y.dout[cell * c.dim + i] = bad;
               free_q[at(j.dq, b, g, query, h) + i] = true;
             }
+            for (int i = 0; i < wide; i++) y.dout[cell * wide + i] = bad;
+          }
           // Such a row has no finite score, and so no finite lse or delta.
           if (h == of && y.lse[cell] != -INFINITY) y.lse[cell] = y.delta[cell] = NAN;
         }
@@ -306,6 +364,8 @@ static void check(const Case& c) {
         }
         if (i == query && h == of) free_k[at(j.k, b, g, t, h) + d] = true;
       }
+      for (int d = 0; d < wide; d++)
+        if (i == query && h == of) free_v[at(s.v.o, b, g, t, h) + d] = true;
     });
     const Result z = run(c, s, y, true, 2);
     bool spread = true;
@@ -313,7 +373,7 @@ static void check(const Case& c) {
       if (must_q[i] && z.dq[i] == z.dq[i]) spread = false;
     const bool quiet = equal(r.dq, z.dq, [&](u64 i) { return free_q[i]; }) &&
                        equal(r.dk, z.dk, [&](u64 i) { return free_k[i]; }) &&
-                       equal(r.dv, z.dv, [&](u64 i) { return free_k[i]; });
+                       equal(r.dv, z.dv, [&](u64 i) { return free_v[i]; });
     judge(quiet && spread, c, quiet ? "NaN where it is seen" : "hidden rows had an effect");
   }
   // Rows that saw no key contribute nothing, whatever their dout.
@@ -322,7 +382,7 @@ static void check(const Case& c) {
     if (y.lse[i] == -INFINITY) {
       any = true;
       y.delta[i] = NAN;
-      for (int d = 0; d < c.dim; d++) y.dout[i * c.dim + d] = 0x7fff;
+      for (int d = 0; d < wide; d++) y.dout[i * wide + d] = 0x7fff;
     }
   if (any) {
     const Result z = run(c, s, y, true, 2);

@@ -21,6 +21,8 @@ struct Case {
   int document = 0;
 };
 
+// Elements of a row of values.
+static int value_dim(const Case& c) { return OWN_VALUES ? c.dim - HD + VD : c.dim; }
 // Rows of `heads` heads, `dilation` apart; head h has phase h % dilation. Cells are rows of
 // dimension 1.
 struct Layout {
@@ -39,15 +41,16 @@ struct Layout {
   }
   Layout(const Layout&) = delete;
 };
+static const double CAP = 1.5;   // with SOFTCAP
 static double uniform() { return emu::draw() % 65536 / 32768.0 - 1; }
 static std::vector<u16> random_elements(i64 count, double size) {
   std::vector<u16> v(count);
   for (auto& x : v) x = emu::narrow((float)(uniform() * size));
   return v;
 }
-static TensorMap map_of(
-    const Case& c, const std::vector<u16>& data, const Layout& l, int rows, u32 box) {
-  return tensor_map(data.data(), c.dim, rows, l.span, c.segments, c.batch, l.operand.row, l.unit,
+static TensorMap map_of(const Case& c, const std::vector<u16>& data, const Layout& l, int dim,
+    int rows, u32 box) {
+  return tensor_map(data.data(), dim, rows, l.span, c.segments, c.batch, l.operand.row, l.unit,
       l.operand.segment, l.operand.batch, box);
 }
 static void odd_inverse(i64 unit, u32& shift, u32& inverse) {
@@ -62,22 +65,36 @@ static const float MARK = 7.5f;
 
 // Keys and values of a chunk after the first: whole blocks that every row sees.
 struct RestChunk {
-  int keys; Layout at; std::vector<u16> k, v;
+  int keys; Layout at, v_at; std::vector<u16> k, v;
   RestChunk(const Case& c, int keys)
       : keys(keys),
         at(c, keys, c.kv_heads, c.dim),
+        v_at(c, keys, c.kv_heads, value_dim(c)),
         k(random_elements(at.elements, c.size)),
-        v(random_elements(at.elements, 1)) {}
+        v(random_elements(v_at.elements, 1)) {}
 };
 
 struct Problem {
   Case c;
-  Layout q_at, k_at, cells;
+  Layout q_at, k_at, v_at, cells;
   std::vector<u16> q, k, v;
   std::vector<std::unique_ptr<RestChunk>> rest;
   JobParams job;
   TileParams tiles;
   std::vector<int4> list;
+  std::vector<double> slopes;
+  // The score of a pair from scale * product, by definition.
+  double score(double x, int h, int i, int j) const {
+    if (SOFTCAP) x = CAP * tanh(x / CAP);
+#if SLOPES
+    const int document = c.document ? c.document : c.queries, piece = i / document,
+              keys = c.document ? c.document + 3 : c.keys;
+    const i64 ahead = c.query + (i - piece * document) * c.query_step - c.key -
+                      (j - piece * keys) * c.key_step;
+    x -= slopes[h] * (double)(ahead < 0 ? -ahead : ahead);
+#endif
+    return x;
+  }
   // By definition: the keys of a query's document whose positions are inside its window.
   bool sees(int i, int j) const {
 #if WINDOWED
@@ -114,7 +131,7 @@ struct Problem {
         const int masked = blocks - std::min(clamp(end0) / KEYS, blocks),
                   low = std::min((last_start + KEYS - 1) / KEYS, blocks);
         list.push_back({keys, blocks, masked, begin});
-        list.push_back({low, q1, row, 0});
+        list.push_back({low, q1, row, (int)(c.query + (row - q0) * c.query_step - c.key)});
         list.push_back({k0, all, (int)end0, (int)start0});
       }
     }
@@ -127,13 +144,14 @@ struct Problem {
       : c(c),
         q_at(c, c.queries, c.heads, c.dim),
         k_at(c, c.keys, c.kv_heads, c.dim),
+        v_at(c, c.keys, c.kv_heads, value_dim(c)),
         cells(c, c.queries, c.heads, 1) {
     q = random_elements(q_at.elements, c.size);
     k = random_elements(k_at.elements, c.size);
-    v = random_elements(k_at.elements, 1);
+    v = random_elements(v_at.elements, 1);
     job = {q_at.operand, k_at.operand, cells.operand, q_at.operand, c.query, c.query_step, c.key,
-        c.key_step, c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, CAUSAL, 0, c.scale,
-        c.gain};
+        c.key_step, c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, CAUSAL, value_dim(c),
+        c.scale, c.gain};
     i64 lead = c.query - c.key;
     const int row_tiles = (c.queries + ROWS - 1) / ROWS, sequences = c.batch * c.segments * c.heads;
     tiles = {(u32)(row_tiles * sequences), row_tiles, c.batch * c.segments * c.heads, 2, (int)lead,
@@ -149,30 +167,39 @@ struct Problem {
     }
 #if WINDOWED
     make_list();
+    for (int h = 0; h < c.heads; h++) slopes.push_back(0.01 + 0.02 * h);
+    tiles.slopes = slopes.data();
+    tiles.query_position_step = (int)c.query_step;
+    tiles.key_position_step = (int)c.key_step;
+    tiles.score_scale = (float)(fabs(c.scale) * M_LOG2E);
+    tiles.softcap = (float)(CAP * M_LOG2E);
+    tiles.inverse_cap = (float)(2 * fabs(c.scale) * M_LOG2E / CAP);
 #endif
     odd_inverse(q_at.unit, tiles.q_shift, tiles.q_inverse);
     odd_inverse(k_at.unit, tiles.k_shift, tiles.k_inverse);
   }
   Result start() const {
-    i64 n = cells.elements;
-    Result r{std::vector<float>(n * c.dim, MARK), std::vector<float>(n, MARK),
+    i64 n = cells.elements, dim = value_dim(c);
+    Result r{std::vector<float>(n * dim, MARK), std::vector<float>(n, MARK),
         std::vector<float>(n, MARK), std::vector<float>(n, MARK),
-        std::vector<u16>(n * c.dim, emu::narrow(MARK))};
+        std::vector<u16>(n * dim, emu::narrow(MARK))};
     each([&](int b, int s, int i, int h) {
       i64 x = at(job.cells, b, s, i, h);
       r.m[x] = -INFINITY;
       r.l[x] = 0;
-      for (int d = 0; d < c.dim; d++) r.acc[x * c.dim + d] = 0;
+      for (int d = 0; d < dim; d++) r.acc[x * dim + d] = 0;
     });
     return r;
   }
   void run(Result& r) const {
-    TensorMap qm = map_of(c, q, q_at, c.queries, ROWS);
-    KvChunkMaps kv_maps{{map_of(c, k, k_at, c.keys, KEYS)}, {map_of(c, v, k_at, c.keys, KEYS)}};
+    const int wide = value_dim(c);
+    TensorMap qm = map_of(c, q, q_at, c.dim, c.queries, ROWS);
+    KvChunkMaps kv_maps{{map_of(c, k, k_at, c.dim, c.keys, KEYS)},
+        {map_of(c, v, v_at, wide, c.keys, KEYS)}};
     for (int i = 0; i < c.rest; i++) {
       const RestChunk& f = *rest[i];
-      kv_maps.k[i + 1] = map_of(c, f.k, f.at, f.keys, KEYS);
-      kv_maps.v[i + 1] = map_of(c, f.v, f.at, f.keys, KEYS);
+      kv_maps.k[i + 1] = map_of(c, f.k, f.at, c.dim, f.keys, KEYS);
+      kv_maps.v[i + 1] = map_of(c, f.v, f.v_at, wide, f.keys, KEYS);
     }
     static u32 counter[2] = {0, 0};   // every launch resets it to 0
     emu::launch(
@@ -193,15 +220,16 @@ struct Problem {
 
 struct Reference { double m = -INFINITY, l = 0; std::vector<double> acc; };
 static void absorb(const Problem& p, Reference& r, int b, int s, int i, int h) {
-  int dim = p.c.dim; r.acc.resize(dim);
-  auto keys = [&](int count, const OperandParams& of, const std::vector<u16>& ks,
-                  const std::vector<u16>& vs, bool own) {
+  const int dim = p.c.dim, wide = value_dim(p.c);
+  r.acc.resize(wide);
+  auto keys = [&](int count, const OperandParams& of, const OperandParams& values,
+                  const std::vector<u16>& ks, const std::vector<u16>& vs, bool own) {
     for (int j = 0; j < count; j++) {
       if (own && !p.sees(i, j)) continue;
-      i64 q = at(p.job.q, b, s, i, h), k = at(of, b, s, j, h);
+      i64 q = at(p.job.q, b, s, i, h), k = at(of, b, s, j, h), v = at(values, b, s, j, h);
       double score = 0;
       for (int d = 0; d < dim; d++) score += (double)emu::widen(p.q[q + d]) * emu::widen(ks[k + d]);
-      score *= p.c.scale;
+      score = p.score(score * p.c.scale, h, i, j);
       if (score > r.m) {
         double shrink = r.l == 0 ? 0 : exp(r.m - score);
         r.l *= shrink;
@@ -210,20 +238,20 @@ static void absorb(const Problem& p, Reference& r, int b, int s, int i, int h) {
       }
       double w = exp(score - r.m);
       r.l += w;
-      for (int d = 0; d < dim; d++) r.acc[d] += w * emu::widen(vs[k + d]);
+      for (int d = 0; d < wide; d++) r.acc[d] += w * emu::widen(vs[v + d]);
     }
   };
-  keys(p.c.keys, p.job.k, p.k, p.v, true);
-  for (auto& f : p.rest) keys(f->keys, f->at.operand, f->k, f->v, false);
+  keys(p.c.keys, p.job.k, p.v_at.operand, p.k, p.v, true);
+  for (auto& f : p.rest) keys(f->keys, f->at.operand, f->v_at.operand, f->k, f->v, false);
 }
 
 static int bad = 0;
 static void report(const char* what, const Case& c, bool fine, double out, double lse) {
   printf(
-      "%s %s HD=%d rows=%d keys=%d causal=%d load_carry=%d store_carry=%d | b%d s%d q%d k%d h%d/%d "
-      "d%d r%d "
+      "%s %s HD=%d VD=%d rows=%d keys=%d causal=%d load_carry=%d store_carry=%d | b%d s%d q%d k%d "
+      "h%d/%d d%d r%d "
       "+%d scale %g: out %.1e lse %.1e\n",
-      fine ? "ok  " : "FAIL", what, HD, ROWS, KEYS, CAUSAL, LOAD_CARRY, STORE_CARRY, c.batch,
+      fine ? "ok  " : "FAIL", what, HD, VD, ROWS, KEYS, CAUSAL, LOAD_CARRY, STORE_CARRY, c.batch,
       c.segments, c.queries, c.keys, c.heads, c.kv_heads, c.dim, c.dilation, c.rest, c.scale, out,
       lse);
   fflush(stdout); bad += !fine;
@@ -236,7 +264,8 @@ static void carry(const Problem& p, Result& r) {
     i64 x = at(p.job.cells, b, s, i, h);
     r.m[x] = seen.m;
     r.l[x] = seen.l;
-    for (int d = 0; d < p.c.dim; d++) r.acc[x * p.c.dim + d] = seen.acc[d];
+    const int dim = value_dim(p.c);
+    for (int d = 0; d < dim; d++) r.acc[x * dim + d] = seen.acc[d];
   });
 }
 // Runs, by variant: two jobs into one carry; one job that finishes the carry of another; one that
@@ -244,11 +273,12 @@ static void carry(const Problem& p, Result& r) {
 // loops and checks that no other cell is touched.
 static void values(const Case& first) {
   Problem p(first); Result r = p.start();
+  const int dim = value_dim(first);
   if (!LOAD_CARRY)
     p.each([&](int b, int s, int i, int h) {
       i64 x = at(p.job.cells, b, s, i, h);
       r.m[x] = r.l[x] = NAN;
-      for (int d = 0; d < first.dim; d++) r.acc[x * first.dim + d] = NAN;
+      for (int d = 0; d < dim; d++) r.acc[x * dim + d] = NAN;
     });
   if (LOAD_CARRY && !STORE_CARRY) carry(p, r); else p.run(r);
   std::unique_ptr<Problem> more;
@@ -272,18 +302,18 @@ static void values(const Case& first) {
                                     : std::isfinite(lse - expected)
                                         ? fabs(lse - expected) / (1 + fabs(expected))
                                         : 1e9);
-    for (int d = 0; d < c.dim; d++) {
+    for (int d = 0; d < dim; d++) {
       double got =
-          STORE_CARRY ? (r.l[x] == 0 ? (double)r.acc[x * c.dim + d] : r.acc[x * c.dim + d] / r.l[x])
-                      : emu::widen(r.out[x * c.dim + d]);
+          STORE_CARRY ? (r.l[x] == 0 ? (double)r.acc[x * dim + d] : r.acc[x * dim + d] / r.l[x])
+                      : emu::widen(r.out[x * dim + d]);
       double exact = want.l == 0 ? 0 : want.acc[d] / want.l * (STORE_CARRY ? 1 : c.gain);
       worst = std::max(worst, std::isfinite(got) ? fabs(got - exact) : 1e9);
     }
   });
   for (i64 x = 0; x < p.cells.elements; x++) if (!touched[x]) {
     bool same = r.lse[x] == MARK && r.m[x] == MARK && r.l[x] == MARK;
-    for (int d = 0; d < c.dim; d++)
-      same &= r.acc[x * c.dim + d] == MARK && r.out[x * c.dim + d] == emu::narrow(MARK);
+    for (int d = 0; d < dim; d++)
+      same &= r.acc[x * dim + d] == MARK && r.out[x * dim + d] == emu::narrow(MARK);
     if (!same) worst = 1e8;
   }
   // Twice the rounding error of a weight and of a result.
@@ -294,23 +324,23 @@ static void values(const Case& first) {
 // others.
 static void hidden(const Case& c, int key, float what) {
   Problem p(c); Result before = p.start(); p.run(before);
+  const int dim = value_dim(c);
   for (int b = 0; b < c.batch; b++)
     for (int s = 0; s < c.segments; s++)
       for (int h = 0; h < c.heads; h++)
-        for (int d = 0; d < c.dim; d++) {
-          i64 x = at(p.job.k, b, s, key, h) + d;
-          p.v[x] = emu::narrow(what);
-          if (d % 3 == 0) p.k[x] = emu::narrow(what);
+        for (int d = 0; d < std::max(c.dim, dim); d++) {
+          if (d < dim) p.v[at(p.v_at.operand, b, s, key, h) + d] = emu::narrow(what);
+          if (d < c.dim && d % 3 == 0) p.k[at(p.job.k, b, s, key, h) + d] = emu::narrow(what);
         }
   Result after = p.start(); p.run(after); double wrong = 0;
   p.each([&](int b, int s, int i, int h) {
     i64 x = at(p.job.cells, b, s, i, h); bool sees = p.sees(i, key);
-    const void *o1 = STORE_CARRY ? (void*)&before.acc[x * c.dim] : (void*)&before.out[x * c.dim],
-               *o2 = STORE_CARRY ? (void*)&after.acc[x * c.dim] : (void*)&after.out[x * c.dim];
-    float got = STORE_CARRY ? after.acc[x * c.dim] : emu::widen(after.out[x * c.dim]);
+    const void *o1 = STORE_CARRY ? (void*)&before.acc[x * dim] : (void*)&before.out[x * dim],
+               *o2 = STORE_CARRY ? (void*)&after.acc[x * dim] : (void*)&after.out[x * dim];
+    float got = STORE_CARRY ? after.acc[x * dim] : emu::widen(after.out[x * dim]);
     if (sees) wrong += std::isfinite(got);
     else
-      wrong += memcmp(o1, o2, c.dim * (STORE_CARRY ? 4 : 2)) != 0 ||
+      wrong += memcmp(o1, o2, dim * (STORE_CARRY ? 4 : 2)) != 0 ||
                memcmp(STORE_CARRY ? &before.m[x] : &before.lse[x],
                    STORE_CARRY ? &after.m[x] : &after.lse[x], 4) != 0 ||
                memcmp(&before.l[x], &after.l[x], 4) != 0;

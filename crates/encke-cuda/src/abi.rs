@@ -38,7 +38,7 @@ pub(crate) struct JobParams {
     pub heads: i32,
     pub dim: i32,
     pub causal: i32,
-    pub pad: i32,
+    pub value_dim: i32,
     pub scale: f64,
     pub gain: f64,
 }

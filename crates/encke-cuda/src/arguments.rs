@@ -88,7 +88,7 @@ impl TableCache {
             heads: to_i32(job.heads, "heads")?,
             dim: to_i32(job.dim, "elements in a row")?,
             causal: mask.is_some() as i32,
-            pad: 0,
+            value_dim: to_i32(job.value_dim, "elements in a row of values")?,
             scale: job.scale,
             gain: job.gain,
         };

@@ -195,9 +195,9 @@ impl CudaKernel {
         })
     }
 
-    /// Whether `backward` of this job can write dk and dv, of `elements` elements each, rounded to
-    /// `dtype`, the type of q, k and v: it then overwrites all of both, which must be zero before.
-    pub fn rounds_key_gradients(&self, job: &Job, dtype: DType, elements: usize) -> bool {
+    /// Whether `backward` of this job can write dk and dv, of so many elements, rounded to `dtype`,
+    /// the type of q, k and v: it then overwrites all of both, which must be zero before.
+    pub fn rounds_key_gradients(&self, job: &Job, dtype: DType, elements: [usize; 2]) -> bool {
         let launch = hopper_backward::plan(&self.context().device, job, dtype);
         let family = self.family(job, dtype, launch.is_some());
         family.is_ok_and(|family| family == Path::Hopper) && hopper_backward::covers(job, elements)

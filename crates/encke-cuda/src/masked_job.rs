@@ -6,6 +6,7 @@
 //! programs of their own, which know nothing of it.
 
 use std::cmp::Reverse;
+use std::f64::consts::LOG2_E;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -53,10 +54,16 @@ impl JobFeatures {
         }
     }
 
-    /// Whether queries see ranges of keys, and the job has nothing else.
+    /// Whether queries see ranges of keys, and the job has no more than transformed scores beside.
     pub fn only_ranges(job: &Job) -> bool {
+        job.dropout.is_none() && !JobFeatures::is_causal_or_full(job)
+    }
+
+    /// Whether the job has no other mask than a causal one, plain scores and no dropout; values may
+    /// have another length than keys.
+    pub fn is_causal_or_full(job: &Job) -> bool {
         let plain = job.transform.is_none() && job.dropout.is_none();
-        plain && job.dim == job.value_dim && !job.is_plain()
+        plain && (job.mask.is_none() || job.causal().is_some())
     }
 
     /// The program with the macros of these features.
@@ -112,6 +119,14 @@ impl JobArgument {
             JobArgument::Masked(argument) => argument.value.mask.count_tiles as usize,
         }
     }
+}
+
+/// The slopes of a job's heads as the Hopper kernels read them: in base 2, f32 in the low half of
+/// each word. None without slopes.
+pub(crate) fn slope_words(job: &Job) -> Option<Vec<i64>> {
+    let slopes = job.transform.as_ref()?.slopes.as_ref()?;
+    let word = |slope: &f64| i64::from(((slope * LOG2_E) as f32).to_bits());
+    Some(slopes.iter().map(word).collect())
 }
 
 /// Query rows that see only some key rows.

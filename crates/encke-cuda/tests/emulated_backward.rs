@@ -10,23 +10,34 @@ use std::sync::Mutex;
 
 use encke_core::conformance::extent;
 
-/// Storage type, head dimension, queries of a block, stages, dQ stages, and whether queries see
-/// ranges of keys.
-type BackwardModel = (&'static str, usize, usize, usize, usize, bool);
+/// Storage type, dimensions of keys and of values, queries of a block, stages, macros that are 1.
+type BackwardModel = (
+    &'static str,
+    [usize; 2],
+    usize,
+    usize,
+    &'static [&'static str],
+);
+
+const PLAIN: &[&str] = &[];
+const WINDOWED: &[&str] = &["WINDOWED"];
+const TRANSFORMED: &[&str] = &["WINDOWED", "SOFTCAP", "SLOPES"];
+const WIDE: &[&str] = &["WINDOWED", "SOFTCAP", "WIDE"];
 
 fn build(into: &Path, variant: &BackwardModel) -> Option<PathBuf> {
-    let (stored, dim, queries, stages, dq_stages, windowed) = variant;
-    let program = into.join(format!("backward_{dim}_{windowed}"));
+    let (stored, [dim, values], queries, stages, macros) = variant;
+    let program = into.join(format!("backward_{dim}_{values}_{}", macros.concat()));
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("emu/backward.cpp");
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
     let built = Command::new(&compiler)
         .args(["-std=c++17", "-O2", "-w"])
         .arg(format!("-D{stored}=1"))
         .arg(format!("-DHD={dim}"))
+        .args((dim != values).then(|| format!("-DVD={values}")))
         .arg(format!("-DBQ={queries}"))
         .arg(format!("-DSTAGES={stages}"))
-        .arg(format!("-DDQ_STAGES={dq_stages}"))
-        .arg(format!("-DWINDOWED={}", u32::from(*windowed)))
+        .arg("-DDQ_STAGES=1")
+        .args(macros.iter().map(|name| format!("-D{name}=1")))
         .arg("-o")
         .args([&program, &source])
         .output();
@@ -60,19 +71,27 @@ fn check(variant: BackwardModel) {
     assert!(output.lines().count() > 30, "cases are missing: {output}");
 }
 
-/// One of each kind. The first three have every width of heads, both types, and windows.
-const VARIANTS: [BackwardModel; 6] = [
-    ("T_F16", 64, 128, 2, 1, false),
-    ("T_F16", 128, 64, 2, 1, true),
-    ("T_BF16", 192, 64, 1, 1, false),
-    ("T_BF16", 128, 64, 2, 1, false),
-    ("T_BF16", 64, 128, 2, 1, true),
-    ("T_BF16", 192, 64, 1, 1, true),
+/// One of each kind. The first three have both kernels, both types, values of another width, and
+/// windows.
+const VARIANTS: [BackwardModel; 13] = [
+    ("T_F16", [64, 64], 128, 2, PLAIN),
+    ("T_F16", [128, 128], 64, 2, WINDOWED),
+    ("T_BF16", [192, 128], 64, 2, PLAIN),
+    ("T_BF16", [128, 128], 64, 2, PLAIN),
+    ("T_BF16", [64, 64], 128, 2, WINDOWED),
+    ("T_BF16", [192, 192], 64, 2, WINDOWED),
+    ("T_BF16", [256, 256], 64, 1, PLAIN),
+    ("T_F16", [192, 128], 64, 2, WINDOWED),
+    ("T_F16", [64, 128], 64, 2, PLAIN),
+    ("T_BF16", [128, 64], 64, 2, WINDOWED),
+    ("T_BF16", [64, 64], 64, 2, TRANSFORMED),
+    ("T_F16", [192, 128], 64, 2, TRANSFORMED),
+    ("T_BF16", [128, 128], 64, 2, WIDE),
 ];
 
 #[test]
 fn gradients_match_the_reference_on_the_cpu_model() {
-    let left = Mutex::new(VARIANTS[..extent(3, 6)].to_vec());
+    let left = Mutex::new(VARIANTS[..extent(3, 13)].to_vec());
     let next = || left.lock().expect("no thread panics holding it").pop();
     std::thread::scope(|scope| {
         for _ in 0..2 {

@@ -244,15 +244,9 @@ impl DeviceTensors<'_> {
             let tensor = port.and_then(|port| self.output(port.role));
             tensor.is_some_and(|tensor| tensor.dtype() == dtype && tensor.is_aligned(0, ALIGNMENT))
         };
-        let kernel_rounds = |id: &BufferId| {
-            let elements = program.buffers[id.0].elements;
-            self.call.kernel.rounds_key_gradients(job, dtype, elements)
-        };
-        let possible = simple
-            && written
-                .iter()
-                .all(|id| tensor_fits(id) && kernel_rounds(id));
-        if possible {
+        let elements = written.map(|id| program.buffers[id.0].elements);
+        let kernel_rounds = || self.call.kernel.rounds_key_gradients(job, dtype, elements);
+        if simple && written.iter().all(tensor_fits) && kernel_rounds() {
             written.to_vec()
         } else {
             Vec::new()

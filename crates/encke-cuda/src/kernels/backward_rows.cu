@@ -25,6 +25,8 @@ struct BackwardRows {
   Range* key_rows;
   int* end_blocks;
   int count_pieces, pad;
+  // With SLOPES: how far the query with row 0 would lie after each key.
+  int* distances;
 };
 
 // A bit mask of the rows in `suspects`, counted from `row`, that are not finite. A warp reads them
@@ -32,10 +34,10 @@ struct BackwardRows {
 DEV u32 nonfinite_rows(
     const BackwardRows& w, u32 suspects, int b, int s, int row, int h, int lane) {
   const JobParams& job = w.job;
-  const int half = job.dim / 8, pieces = 2 * half;   // of a row: q, then dout
+  const int of_q = job.dim / 8, pieces = of_q + job.value_dim / 8;   // of a row: q, then dout
   const u16 *q = w.q + at(job.q, b, s, row, h),
-            *dout = w.dout + at(job.cells, b, s, row, h) * job.dim;
-  const i64 q_step = job.q.row, dout_step = job.cells.row * job.dim;
+            *dout = w.dout + at(job.cells, b, s, row, h) * job.value_dim;
+  const i64 q_step = job.q.row, dout_step = job.cells.row * job.value_dim;
   const int rows_on = 32 / pieces, pieces_on = 32 % pieces, loads = 8;
   int there = lane / pieces, piece = lane % pieces;
   u32 nonfinite = 0;
@@ -47,8 +49,8 @@ DEV u32 nonfinite_rows(
       x[i] = make_uint4(0, 0, 0, 0);
       of[i] = there;
       if (from + i < pieces && (suspects >> there & 1))
-        x[i] = *(const uint4*)(piece < half ? q + there * q_step + 8 * piece
-                                            : dout + there * dout_step + 8 * (piece - half));
+        x[i] = *(const uint4*)(piece < of_q ? q + there * q_step + 8 * piece
+                                            : dout + there * dout_step + 8 * (piece - of_q));
       there += rows_on; piece += pieces_on;
       if (piece >= pieces) { piece -= pieces; there++; }
     }
@@ -60,22 +62,35 @@ DEV u32 nonfinite_rows(
 }
 
 #if WINDOWED
-// The query rows that see a key. Those of a key in no piece are none, between those of its
-// neighbours: both ends grow with the key.
-DEV Range seeing_queries(const BackwardRows& w, int key) {
+// The piece that holds a key, or the first after it.
+DEV int piece_of_key(const BackwardRows& w, int key) {
   int low = 0, high = w.count_pieces;
   while (low < high) {
     const int middle = (low + high) / 2;
     if (w.pieces[middle].end_key <= key) low = middle + 1;
     else high = middle;
   }
+  return low;
+}
+// The query rows that see a key. Those of a key in no piece are none, between those of its
+// neighbours: both ends grow with the key.
+DEV Range seeing_queries(const BackwardRows& w, int key) {
+  const int low = piece_of_key(w, key);
   if (low == w.count_pieces) return Range{w.job.queries, w.job.queries};
   const PieceParams& p = w.pieces[low];
   return key < p.first_key ? Range{p.first_query, p.first_query} : queries_of(p, key);
 }
 DEV void write_ranges(const BackwardRows& w, i64 index, i64 step) {
   for (i64 key = index; key < (i64)w.key_tiles * w.tile_keys; key += step)
-    if (key < w.job.keys) w.key_rows[key] = seeing_queries(w, (int)key);
+    if (key < w.job.keys) {
+      w.key_rows[key] = seeing_queries(w, (int)key);
+#if SLOPES
+      const int piece = piece_of_key(w, (int)key);
+      if (piece < w.count_pieces)
+        w.distances[key] =
+            (int)(query_position(w.pieces[piece], 0) - key_position(w.pieces[piece], (int)key));
+#endif
+    }
   for (i64 tile = index; tile <= w.key_tiles; tile += step) {
     const i64 key = tile * w.tile_keys, last = min(key + w.tile_keys, (i64)w.job.keys) - 1;
     w.first_blocks[tile] =

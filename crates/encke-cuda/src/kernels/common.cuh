@@ -18,7 +18,7 @@ struct OperandParams { i64 offset, batch, segment, row, unit; const i64* heads; 
 struct JobParams {
   OperandParams q, k, cells, dq;
   i64 query, query_step, key, key_step;   // positions, when `causal`
-  int batch, segments, queries, keys, heads, dim, causal, pad;
+  int batch, segments, queries, keys, heads, dim, causal, value_dim;
   double scale, gain;
 };
 

@@ -4,23 +4,29 @@
 
 #define PARTS (BQ / 64)                      // a block is processed 64 queries at a time
 #define MMA_S JOIN(wgmma_ss_n, BQ)
-#define MMA_ACC JOIN(wgmma_rs_tb_n, HD)
+#define MMA_DK JOIN(wgmma_rs_tb_n, HD)
+#define MMA_DV JOIN(wgmma_rs_tb_n, VD)
 // S^T or dP^T of a block: the warpgroup's 64 keys (values) times all queries (output gradients).
 // One wide product reads less shared memory than two narrow ones.
-DEV void issue_scores(float (&s)[BQ / 2], u32 keys, u32 queries) {
+template <int DIM> DEV void issue_scores(float (&s)[BQ / 2], u32 keys, u32 queries) {
   const u64 a = matrix(keys, 16, 1024), b = matrix(queries, 16, 1024);
   #pragma unroll
-  for (int k = 0; k < HD / 16; k++)
+  for (int k = 0; k < DIM / 16; k++)
     MMA_S(s, further(a, (k / 4) * (BK * 128) + (k % 4) * 32),
         further(b, (k / 4) * (BQ * 128) + (k % 4) * 32), k != 0);
 }
 // dV += P^T dO or dK += dS^T Q over a part of the queries: the left operand in registers.
-template <int N> DEV void issue_sum(float (&sum)[HD / 2], const u32 (&left)[N], u32 right) {
+template <int COLUMNS, int N>
+DEV void issue_sum(float (&sum)[COLUMNS], const u32 (&left)[N], u32 right) {
   const u64 b = matrix(right, BQ * 128, 1024);
   #pragma unroll
-  for (int k = 0; k < N / 4; k++)
-    MMA_ACC(sum, left[4 * k], left[4 * k + 1], left[4 * k + 2], left[4 * k + 3],
-        further(b, k * 2048), 1);
+  for (int k = 0; k < N / 4; k++) {
+    const u32 *x = left + 4 * k;
+    if constexpr (COLUMNS == HD / 2)
+      MMA_DK(sum, x[0], x[1], x[2], x[3], further(b, k * 2048), 1);
+    else
+      MMA_DV(sum, x[0], x[1], x[2], x[3], further(b, k * 2048), 1);
+  }
 }
 // Waits until block n's queries are loaded. They are waited for while the products of the block
 // before are computed: its own scores can then begin at once.
@@ -29,13 +35,13 @@ DEV void wait_queries(const HopperBackward& w, const Shared& m, u32 n, bool exis
   if (exists) barrier_wait(m.q_full + 8 * stage, parity);
   if (exists && unmasked_from(m, warpgroup) == NEVER && w.control[NONFINITE_QUERIES] != 0) {
     barrier_wait(m.o_full + 8 * stage, parity);
-    zero_nonfinite_queries(m.q + stage * Q_BYTES, m.o + stage * Q_BYTES, m.lse + stage * BQ * 4);
+    zero_nonfinite_queries(m.q + stage * Q_BYTES, m.o + stage * O_BYTES, m.lse + stage * BQ * 4);
   }
 }
 // Issues S^T of block n. Without such a block this is S^T of stale data, which is never used.
 DEV void begin_scores(float (&s)[BQ / 2], const Shared& m, u32 n, int warpgroup) {
   const u32 q = m.q + stage_of<STAGES>(n) * Q_BYTES;
-  wgmma_fence(); issue_scores(s, m.k + warpgroup * 64 * 128, q); wgmma_commit();
+  wgmma_fence(); issue_scores<HD>(s, m.k + warpgroup * 64 * 128, q); wgmma_commit();
 }
 
 // Issues dQ of block n. A warpgroup has half of the columns, or half of the rows if there are 128.
@@ -75,27 +81,32 @@ DEV void finish_dq(const float (&dq)[32], const HopperBackward& w, const Shared&
 // block: one computes while the other waits. At a tile's first block it is computed from stale data
 // and not used.
 template <bool HIDES> DEV void process_block(float (&s)[BQ / 2], float (&dk)[HD / 2],
-    float (&dv)[HD / 2], const HopperBackward& w, const Shared& m, u32 n, int block,
+    float (&dv)[VD / 2], const HopperBackward& w, const Shared& m, u32 n, int block,
     int warpgroup, bool is_first) {
   const u32 thread = opaque(threadIdx.x) - 128, warp = thread / 32 % 4, lane = thread % 32;
   const u32 stage = stage_of<STAGES>(n), ds_at = m.pairs + (n & 1) * PAIRS * PAIR_BYTES;
-  const u32 q = m.q + stage * Q_BYTES, o = m.o + stage * Q_BYTES,
+  const u32 q = m.q + stage * Q_BYTES, o = m.o + stage * O_BYTES,
             lse = opaque(m.lse + stage * BQ * 4 + (lane % 4) * 8), delta = lse + (m.delta - m.lse);
   float dp[BQ / 2], dq[32];
   u32 ds[BQ / 4];
   barrier_wait(m.o_full + 8 * stage, parity_of<STAGES>(n));
-  wgmma_fence(); issue_scores(dp, m.v + warpgroup * 64 * 128, o); wgmma_commit();
+  wgmma_fence(); issue_scores<VD>(dp, m.v + warpgroup * 64 * 128, o); wgmma_commit();
   #pragma unroll
   for (int part = 0; part < PARTS; part++) {
     float (&x)[32] = reinterpret_cast<float (&)[32]>(s[32 * part]),
           (&y)[32] = reinterpret_cast<float (&)[32]>(dp[32 * part]);
     u32 p[16], (&d)[16] = reinterpret_cast<u32 (&)[16]>(ds[16 * part]);
+#if TRANSFORMED
+    to_transformed<HIDES>(x, p, w, m, lse + part * 256, stage,
+        warpgroup * 64 + warp * 16 + lane / 4, block * BQ + part * 64 + (lane % 4) * 2);
+#else
     if (HIDES)
       to_probabilities(x, lse + part * 256, w.exponent,
           mask_of(m, warpgroup * 64 + warp * 16 + lane / 4),
           block * BQ + part * 64 + (lane % 4) * 2);
     else to_probabilities(x, lse + part * 256, w.exponent);
     to_stored(p, x);
+#endif
     wgmma_fence(); issue_sum(dv, p, o + part * 64 * 128); wgmma_commit();
     if (part == 0) wgmma_wait<1>();   // for dP
     to_ds<HIDES>(y, x, delta + part * 256, w.dp_gain);
@@ -117,14 +128,48 @@ template <bool HIDES> DEV void process_block(float (&s)[BQ / 2], float (&dk)[HD 
   begin_scores(s, m, n + 1, warpgroup);
 }
 
+// Rounds this warp's 16 rows of dK or dV (VALUES) and stores them, by way of the rows of dS that
+// only this warp writes: a thread has 4 bytes of a row, and memory takes 16 at a time. Every warp
+// has read dS.
+template <bool VALUES, int N> DEV void store_rounded(void* to, const JobParams& job,
+    const Shared& m, u32 n, int head, const float (&sum)[N], float gain, int row, int lane) {
+  __syncwarp();   // what was here before was read
+  #pragma unroll
+  for (int from = 0; from < N; from += 32) {
+    constexpr int most = N < 32 ? N : 32;
+    u32 x[most / 2];
+    #pragma unroll
+    for (int i = 0; i < most / 2; i++)
+      if (from + 2 * i < N)
+        x[i] = pack(fmaf(sum[from + 2 * i], gain, 0.f), fmaf(sum[from + 2 * i + 1], gain, 0.f));
+      else x[i] = 0;
+    store_pairs(m.pairs + from / 32 * PAIR_BYTES, x, row, 0, lane);
+  }
+  __syncwarp();
+  const int key = tile_word(m, n, KEY_BLOCK) * BK + row, dim = VALUES ? job.value_dim : job.dim;
+  i64 first = at(job.k, tile_word(m, n, BATCH), tile_word(m, n, SEGMENT), key, head),
+      step = job.k.row;
+  if (VALUES && OWN_VALUES) { first = first / job.dim * dim; step = step / job.dim * dim; }
+  constexpr int pieces = N / 4;
+  #pragma unroll
+  for (int i = 0; i < pieces / 2; i++) {
+    const int down = (lane + 32 * i) / pieces, piece = (lane + 32 * i) % pieces;
+    const uint4 x = load_shared_16(
+        swizzled(m.pairs + piece / 8 * PAIR_BYTES, row + down, piece % 8));
+    if (key + down < job.keys && piece * 8 < dim)
+      *(uint4*)((u16*)to + first + down * step + piece * 8) = x;
+  }
+}
+
 DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread) {
   const JobParams& job = w.job;
   const int warp = thread / 32, lane = thread % 32;
-  float s[BQ / 2], dk[HD / 2], dv[HD / 2];
+  float s[BQ / 2], dk[HD / 2], dv[VD / 2];
   #pragma unroll
-  for (int i = 0; i < HD / 2; i++) dk[i] = dv[i] = 0.f;
+  for (int i = 0; i < HD / 2; i++) dk[i] = 0.f;
+  #pragma unroll
+  for (int i = 0; i < VD / 2; i++) dv[i] = 0.f;
 
-  barrier_wait(m.k_full, tile_parity(n)); barrier_wait(m.v_full, tile_parity(n));
   set_unmasked_from(
       w, m, n, warpgroup, thread, tile_word(m, n, KEY_BLOCK) * BK + warpgroup * 64 + 63);
   int block = tile_word(m, n, START);
@@ -156,7 +201,16 @@ DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
   release_keys(m, warpgroup, thread);
   const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x;
   const int key = tile_word(m, n, KEY_BLOCK) * BK + warpgroup * 64 + warp * 16 + lane / 4;
-  add_rows(w.dk, job, m, n, w.stores, head, dk, w.dk_gain, key, 0, lane);
-  add_rows(w.dv, job, m, n, w.stores, head, dv, w.dv_gain, key, 0, lane);
+  if (w.stores == ROUNDED) {
+    // The last two blocks' dS: no warp reads them any more.
+    for (u32 block = n; block < n + 2; block++)
+      barrier_wait(m.ds_empty + 8 * (block & 1), parity_of<2>(block) ^ 1);
+    const int row = warpgroup * 64 + warp * 16;
+    store_rounded<false>(w.dk, job, m, n, head, dk, w.dk_gain, row, lane);
+    store_rounded<true>(w.dv, job, m, n, head, dv, w.dv_gain, row, lane);
+    return n;
+  }
+  add_rows<false>(w.dk, job, m, n, w.stores, head, dk, w.dk_gain, key, 0, lane);
+  add_rows<true>(w.dv, job, m, n, w.stores, head, dv, w.dv_gain, key, 0, lane);
   return n;
 }

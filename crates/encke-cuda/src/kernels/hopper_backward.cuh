@@ -1,5 +1,5 @@
 // Gradients of attention on Hopper: dK, dV and dQ in one pass over the scores. This file is common
-// to the kernels for narrow and for wide heads: tiles, loads, additions to dQ, and the mask.
+// to the kernels for narrow and for wide rows: tiles, loads, additions to dQ, and the roles.
 //
 // A tile is BK keys of one key head. Its CTA keeps K, V and the sums of dK and dV, and loops over
 // every block of queries that sees a key of the tile, of every query head that reads this key head.
@@ -17,25 +17,45 @@
 // in order. Tiles are drawn from a counter in that order, so a tile waits only for tiles drawn
 // before it. Under a mask the order is from the last tile of keys down, and every tile begins at
 // its first block: the tiles of a block then reach it at different times, in that order, and rarely
-// wait. Without a mask each tile begins `stagger` blocks after the previous tile and wraps around:
-// a block is reached first by the tile that begins there, then by the tiles before it, and last by
+// wait. But the longest tiles are drawn last, and the GPU is half empty while they end. So from
+// tile `downwards_from` on, where tiles do not begin all at once, the order is from the first tile
+// of keys up, and every tile begins at its last block and goes down, behind the tile before it.
+//
+// Without a mask each tile begins `stagger` blocks after the previous tile and wraps around: a
+// block is reached first by the tile that begins there, then by the tiles before it, and last by
 // the tiles after it. All tiles of a head must then run at once; where there may be too many
 // (`stagger` is 0), all begin at the first block and follow each other. In any order, tiles are
 // staggered too: those that run at once add to different rows.
 //
 // Macros: HD head dimension in steps of 16 (the job's may be smaller: missing columns read as
-// zero), BQ queries per block, STAGES pipeline stages of blocks, DQ_STAGES staging buffers of
-// finished dQ, SCALES_DQ whether dQ is multiplied by its gain (0: dS includes all of the scale).
+// zero), VD that of values, if they have another, BQ queries per block, STAGES pipeline stages of
+// blocks, DQ_STAGES staging buffers of finished dQ, SCALES_DQ whether dQ is multiplied by its gain
+// (0: dS includes all of the scale), SOFTCAP and SLOPES whether scores have them (WINDOWED is set
+// then, too).
 
-#define WIDE (HD > 128)
+#ifdef VD
+#define OWN_VALUES 1
+#else
+#define OWN_VALUES 0
+#define VD HD
+#endif
+#ifndef WIDE
+#define WIDE (HD > 128 || VD > 128)
+#endif
 #define BK (WIDE ? 64 : 128)
-#define SLABS (WIDE ? 4 : (HD + 63) / 64)    // 64 columns of 16 bits: one swizzled row of 128 bytes
+// Slabs of 64 columns of 16 bits: one swizzled row of 128 bytes. Two at least where warpgroups
+// divide them.
+#define SLABS (HD <= 64 && BQ == 64 ? 2 : (HD + 63) / 64)    // of keys and queries
+#define V_SLABS (VD <= 64 && WIDE ? 2 : (VD + 63) / 64)      // of values and output gradients
 #define K_BYTES (SLABS * BK * 128)
+#define V_BYTES (V_SLABS * BK * 128)
 #define Q_BYTES (SLABS * BQ * 128)
+#define O_BYTES (V_SLABS * BQ * 128)
 #define PAIR_BYTES (BK * 128)                // [key][64 queries], of P or dS
 #define PAIRS (WIDE ? 2 : BQ / 64)           // wide: P and dS; else dS of every 64 queries
 #define DQ_SLABS (2 * SLABS)                 // 32 columns of f32: again 128 bytes
 #define DQ_BYTES (DQ_SLABS * BQ * 128)
+#define TRANSFORMED (SOFTCAP || SLOPES)
 #define NEVER 0x7fffffff
 #define TILE_BYTES 48                        // bytes of a tile's descriptor
 #define NONFINITE_BIT 0x80000000u                     // marks a key's first row
@@ -65,7 +85,13 @@ struct HopperBackward {
   // blocks.
   const Range* key_rows;
   const int* end_blocks;
-  int query_blocks, pad;      // of one head
+  int query_blocks, downwards_from;   // the blocks of one head; a tile
+  // With SOFTCAP or SLOPES, in base 2: the cap, and twice the scale over it; the slopes of heads,
+  // f32 in words of 64 bits; from backward_rows, how far query row 0 would lie after each key.
+  float softcap, inverse_cap;
+  int query_position_step, pad;
+  const uint2* slopes;
+  const int* distances;
 };
 
 // Shared memory layout; `*_full` and `*_empty` are barriers, 8 bytes each.
@@ -75,20 +101,23 @@ struct Shared {
   u32 ds_full, ds_empty;      // of dS of two blocks, for narrow heads
   // Whether keys are not finite; see set_unmasked_from; two tile descriptors.
   u32 nonfinite, unmasked, tiles;
+  u32 distances, slopes;      // of the tile's keys; of the blocks' heads
 };
 DEV Shared shared_from(u32 base) {
   Shared m;
   m.k = base;
   m.v = m.k + K_BYTES;
-  m.q = m.v + K_BYTES;
+  m.q = m.v + V_BYTES;
   m.o = m.q + STAGES * Q_BYTES;
-  m.pairs = m.o + STAGES * Q_BYTES;
+  m.pairs = m.o + STAGES * O_BYTES;
   m.dq = m.pairs + 2 * PAIRS * PAIR_BYTES;
   m.lse = m.dq + DQ_STAGES * DQ_BYTES;
   m.delta = m.lse + STAGES * BQ * 4;
   m.first = m.delta + STAGES * BQ * 4;
   m.end = m.first + BK * 4;
-  m.tiles = m.end + (WINDOWED ? BK * 4 : 0);
+  m.distances = m.end + (WINDOWED ? BK * 4 : 0);
+  m.slopes = m.distances + (SLOPES ? BK * 4 : 0);
+  m.tiles = m.slopes + (SLOPES ? 16 : 0);
   m.k_full = m.tiles + 2 * TILE_BYTES;
   m.v_full = m.k_full + 8;
   m.kv_empty = m.v_full + 8;
@@ -117,7 +146,8 @@ DEV u32 slot_parity(u32 n) { return n >> 31; }
 // A tile's descriptor. For each of its query heads it processes blocks of queries from START to
 // END, then from FIRST on. It is in shared memory: all roles read it, few fields at a time, and
 // registers are scarce. LAST: the blocks of this CTA up to its end. ORDER: the tile's position in
-// the order of additions; blocks below UNCONTESTED are not seen by any tile that comes before it.
+// the order of additions, with DOWNWARDS if its blocks go from the last to the first (START is the
+// last one then); blocks below UNCONTESTED are not seen by any tile that comes before it.
 // KEY_BLOCK is negative after the last tile.
 enum {
   BATCH = 0,
@@ -137,8 +167,11 @@ DEV int tile_word(const Shared& m, u32 n, int word) {
   return (int)load_shared(m.tiles + slot_of(n) * TILE_BYTES + word);
 }
 
+#define DOWNWARDS 0x80000000u
 DEV int next_block(const Shared& m, u32 n, int block) {
-  return block + 1 == tile_word(m, n, END) ? tile_word(m, n, FIRST) : block + 1;
+  const int first = tile_word(m, n, FIRST), end = tile_word(m, n, END);
+  if (tile_word(m, n, ORDER) < 0) return block == first ? end - 1 : block - 1;
+  return block + 1 == end ? first : block + 1;
 }
 
 // Stores the tile with this index, unless no query sees its keys and no zeros need to be stored for
@@ -147,7 +180,12 @@ DEV bool store_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) 
   const JobParams& job = w.job;
   u32 rest = index / (u32)w.key_tiles;
   int key_block = index - rest * w.key_tiles;
-  if (job.causal && w.fixed_order) key_block = w.key_tiles - 1 - key_block;
+#if WINDOWED
+  const bool downwards = false;
+#else
+  const bool downwards = w.fixed_order && index >= (u32)w.downwards_from;
+#endif
+  if (job.causal && w.fixed_order && !downwards) key_block = w.key_tiles - 1 - key_block;
   const u32 to = m.tiles + slot_of(opaque(n)) * TILE_BYTES;
 #if WINDOWED
   // Word by word, and read again: few registers here. Tiles are not staggered.
@@ -174,10 +212,12 @@ DEV bool store_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) 
   store_shared(to + LAST, block_of(n) + blocks * (end_member - members.x));
 #else
   store_shared(to + 16, make_uint4(first, blocks, members.x, end_member));
-  store_shared(to + 32, make_uint4(first + key_block * w.stagger,
-                            job.causal ? w.key_tiles - 1 - key_block : key_block,
-                            job.causal ? w.first_blocks[key_block + 1] : 0,
-                            block_of(n) + (blocks - first) * (end_member - members.x)));
+  const bool upwards = job.causal && !downwards;
+  store_shared(to + 32,
+      make_uint4(downwards ? blocks - 1 : first + key_block * w.stagger,
+          upwards ? w.key_tiles - 1 - key_block : key_block | (downwards ? DOWNWARDS : 0u),
+          upwards ? w.first_blocks[key_block + 1] : 0,
+          block_of(n) + (blocks - first) * (end_member - members.x)));
 #endif
   return true;
 }
@@ -205,10 +245,10 @@ DEV void release_tile(const Shared& m, u32 n) { barrier_arrive(m.tile_empty + 8 
 
 // ---- warps 0 and 2: load -----------------------------------------------------------------------
 
-DEV void load_slabs(u32 to, u32 slab_bytes, const TensorMap* map, u32 barrier, int row, int head,
-    int segment, int batch) {
+template <int COUNT> DEV void load_slabs(u32 to, u32 slab_bytes, const TensorMap* map,
+    u32 barrier, int row, int head, int segment, int batch) {
   #pragma unroll
-  for (int slab = 0; slab < SLABS; slab++)
+  for (int slab = 0; slab < COUNT; slab++)
     tma_load(to + slab * slab_bytes, map, barrier, slab * 64, row, head, segment, batch);
 }
 // One of two load streams: a tile's keys and its blocks of queries with lse, or values, output
@@ -219,13 +259,14 @@ template <bool SECOND> DEV void load_stream(const HopperBackward& w, const Share
   const u32 once = SECOND ? m.v_full : m.k_full, full = SECOND ? m.o_full : m.q_full,
             fixed = SECOND ? m.v : m.k, moving = SECOND ? m.o : m.q,
             dense = SECOND ? m.delta : m.lse;
+  constexpr int slabs = SECOND ? V_SLABS : SLABS;
   u32 n = 0;
   #pragma unroll 1
   while (SECOND ? wait_tile(m, n) : publish_tile(w, m, n)) {
     n = opaque(n);   // keep no expression of n from before
     barrier_wait(m.kv_empty, tile_parity(n) ^ 1);
-    barrier_expect(once, K_BYTES);
-    load_slabs(fixed, BK * 128, fixed_map, once, tile_word(m, n, KEY_BLOCK) * BK,
+    barrier_expect(once, slabs * BK * 128);
+    load_slabs<slabs>(fixed, BK * 128, fixed_map, once, tile_word(m, n, KEY_BLOCK) * BK,
         tile_word(m, n, KEY_HEAD), tile_word(m, n, SEGMENT), tile_word(m, n, BATCH));
     #pragma unroll 1
     for (int member = tile_word(m, n, FIRST_MEMBER); member < tile_word(m, n, END_MEMBER);
@@ -242,9 +283,10 @@ template <bool SECOND> DEV void load_stream(const HopperBackward& w, const Share
           block = next_block(m, n, block), more = block != tile_word(m, n, START), n++) {
         const u32 stage = stage_of<STAGES>(n), barrier = full + 8 * stage;
         barrier_wait(m.empty + 8 * stage, parity_of<STAGES>(n) ^ 1);
-        barrier_expect(barrier, Q_BYTES + BQ * 4);
-        load_slabs(moving + stage * Q_BYTES, BQ * 128, moving_map, barrier, block * BQ, coordinate,
-            segment, batch);
+        if (SLOPES && !SECOND) store_shared(m.slopes + 4 * stage, w.slopes[head->x].x);
+        barrier_expect(barrier, slabs * BQ * 128 + BQ * 4);
+        load_slabs<slabs>(moving + stage * (slabs * BQ * 128), BQ * 128, moving_map, barrier,
+            block * BQ, coordinate, segment, batch);
         bulk_load(dense + stage * BQ * 4, from + block * BQ, BQ * 4, barrier);
       }
     }
@@ -258,7 +300,7 @@ template <bool SECOND> DEV void load_stream(const HopperBackward& w, const Share
 // The semaphore value that this tile waits for at a block, and the value after which it releases
 // it: where the tile is uncontested, the tiles that never come are skipped.
 DEV u32 release_value(const HopperBackward& w, const Shared& m, u32 n, int block) {
-  const int own = tile_word(m, n, ORDER);
+  const int own = tile_word(m, n, ORDER) & ~DOWNWARDS;
   if (w.stagger == 0) return own;
   const int first = min(block / w.stagger, w.key_tiles - 1) - own;
   return first < 0 ? first + w.key_tiles : first;
@@ -307,235 +349,6 @@ DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) 
   bulk_wait_all();
 }
 
-// ---- warpgroups 1 and 2 -------------------------------------------------------------------
-
-// The two keys of a thread: a query row sees a key from row `first` on, and before row `end`.
-struct Mask {
-  int first[2];
-  bool nonfinite[2];
-#if WINDOWED
-  int end[2];
-#endif
-};
-
-// All consumer threads examine K and V once. A key row that is not finite is zeroed in K (0 x NaN
-// would reach the dQ of rows that do not see it), and its scores are set to NaN instead, where they
-// are seen. For V it is enough that masked dP are replaced rather than multiplied by 0.
-DEV bool check_keys(const HopperBackward& w, const Shared& m, int key_block, int thread) {
-  const JobParams& job = w.job;
-  const int sharing = 256 / BK, row = thread / sharing, share = thread % sharing,
-            pieces = 8 / sharing;
-  bool k_fine = true, v_fine = true;
-  #pragma unroll
-  for (int i = 0; i < SLABS * pieces; i++) {
-    const u32 at = (i / pieces) * (BK * 128) + row * 128 + (share * pieces + i % pieces) * 16;
-    k_fine = all_finite(load_shared_16(m.k + at)) && k_fine;
-    v_fine = all_finite(load_shared_16(m.v + at)) && v_fine;
-  }
-  const bool nonfinite =
-      __ballot_sync(~0u, !k_fine) >> (thread % 32 - share) & ((1 << sharing) - 1);
-  if (nonfinite)
-    for (int i = 0; i < SLABS * pieces; i++)
-      store_shared(m.k + (i / pieces) * (BK * 128) + row * 128 + (share * pieces + i % pieces) * 16,
-          0.f, 0.f, 0.f, 0.f);
-  const int key = key_block * BK + row;
-#if WINDOWED
-  if (share == 0) {
-    const Range seeing = key < job.keys ? w.key_rows[key] : Range{NEVER, 0};
-    store_shared(m.first + row * 4, (u32)seeing.start | (nonfinite ? NONFINITE_BIT : 0u));
-    store_shared(m.end + row * 4, (u32)seeing.end);
-  }
-#else
-  if (share == 0)
-    store_shared(m.first + row * 4,
-        (u32)(key < job.keys ? first_query(job, key) : NEVER) | (nonfinite ? NONFINITE_BIT : 0u));
-#endif
-  if (!k_fine || !v_fine) store_shared(m.nonfinite, 1u);
-  fence_async();
-  named_sync(2, 256);
-  return load_shared(m.nonfinite) == 0;
-}
-
-// From query row `unmasked` on, every row sees all keys of a warpgroup and no mask is needed; NEVER
-// if anything is not finite. In shared memory, to save registers.
-DEV void set_unmasked_from(
-    const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread, int last_key) {
-  const bool finite = check_keys(w, m, tile_word(m, n, KEY_BLOCK), warpgroup * 128 + thread) &&
-                      w.control[NONFINITE_QUERIES] == 0;
-#if WINDOWED
-  // Up to the second row, every row sees the warpgroup's first key.
-  const bool whole = finite && last_key < w.job.keys;
-  store_shared(m.unmasked + warpgroup * 4, (u32)(whole ? w.key_rows[last_key].start : NEVER));
-  store_shared(m.unmasked + 8 + warpgroup * 4, (u32)(whole ? w.key_rows[last_key - 63].end : 0));
-#else
-  store_shared(m.unmasked + warpgroup * 4,
-      (u32)(finite && last_key < w.job.keys ? first_query(w.job, last_key) : NEVER));
-#endif
-  __syncwarp();
-}
-DEV int unmasked_from(const Shared& m, int warpgroup) {
-  return (int)load_shared(m.unmasked + warpgroup * 4);
-}
-// Whether a block of queries needs a mask.
-DEV bool is_masked(const Shared& m, int warpgroup, int block) {
-#if WINDOWED
-  const bool after = (block + 1) * BQ > (int)load_shared(m.unmasked + 8 + warpgroup * 4);
-#else
-  const bool after = false;
-#endif
-  return __any_sync(~0u, block * BQ < unmasked_from(m, warpgroup) || after);
-}
-
-// Zeroes the query rows of a block whose lse is NaN, before any product reads them.
-DEV void zero_nonfinite_queries(u32 q, u32 o, u32 lse) {
-  #pragma unroll 1
-  for (int i = threadIdx.x - 128; i < SLABS * BQ * 8; i += 256) {
-    float x, y;
-    load_shared(lse + (i / 8 % BQ & ~1) * 4, x, y);
-    if (is_finite(i / 8 & 1 ? y : x)) continue;
-    store_shared(q + i * 16, 0.f, 0.f, 0.f, 0.f); store_shared(o + i * 16, 0.f, 0.f, 0.f, 0.f);
-  }
-  fence_async();
-  named_sync(3, 256);
-}
-
-// 64 queries x 64 columns of dQ = dS K, over all keys of the tile; both operands are MN-major.
-DEV void issue_dq(float (&dq)[32], u32 ds, u32 keys) {
-  const u64 a = matrix(ds, 1024, 1024), b = matrix(keys, 1024, 1024);
-  #pragma unroll
-  for (int k = 0; k < BK / 16; k++)
-    wgmma_ss_ta_tb_n64(dq, further(a, k * 2048), further(b, k * 2048), k != 0);
-}
-
-DEV Mask mask_of(const Shared& m, int row) {
-  const u32 x = load_shared(m.first + row * 4), y = load_shared(m.first + row * 4 + 32);
-  Mask mask{{(int)(x & ~NONFINITE_BIT), (int)(y & ~NONFINITE_BIT)},
-      {(x & NONFINITE_BIT) != 0, (y & NONFINITE_BIT) != 0}};
-#if WINDOWED
-  mask.end[0] = (int)load_shared(m.end + row * 4);
-  mask.end[1] = (int)load_shared(m.end + row * 4 + 32);
-#endif
-  return mask;
-}
-// Whether query `row` sees key `e` of this thread, and saw any key at all.
-DEV bool sees(const Mask& mask, int e, int row, float lse) {
-#if WINDOWED
-  if (row >= mask.end[e]) return false;
-#endif
-  return row >= mask.first[e] && lse != -neg_inf();
-}
-
-// P = exp2(S - lse); `lse` and `delta` are the addresses of this thread's first column.
-template <int N> DEV void to_probabilities(float (&s)[N], u32 lse, float exponent) {
-  #pragma unroll
-  for (int i = 0; i < N / 4; i++) {
-    float x, y;
-    load_shared(lse + i * 32, x, y);
-    s[4 * i] = exp2_fast(fmaf(s[4 * i], exponent, -x));
-    s[4 * i + 1] = exp2_fast(fmaf(s[4 * i + 1], exponent, -y));
-    s[4 * i + 2] = exp2_fast(fmaf(s[4 * i + 2], exponent, -x));
-    s[4 * i + 3] = exp2_fast(fmaf(s[4 * i + 3], exponent, -y));
-  }
-}
-// The same with a mask: 0 where masked, NaN where a key that is not finite is seen. `row` is that
-// of the first column.
-template <int N>
-DEV void to_probabilities(float (&s)[N], u32 lse, float exponent, const Mask& mask, int row) {
-  #pragma unroll
-  for (int i = 0; i < N / 4; i++) {
-    float x, y;
-    load_shared(lse + i * 32, x, y);
-    #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const float p = exp2_fast(fmaf(s[4 * i + e], exponent, -(e & 1 ? y : x)));
-      s[4 * i + e] = sees(mask, e >> 1, row + i * 8 + (e & 1), e & 1 ? y : x)
-                         ? (mask.nonfinite[e >> 1] ? __uint_as_float(QUIET_NAN) : p)
-                         : 0.f;
-    }
-  }
-}
-// dS = P (gain dP - delta), in place of dP. Under a mask, P = 0 gives 0 even where dP is NaN.
-template <bool HIDES, int N>
-DEV void to_ds(float (&dp)[N], const float (&p)[N], u32 delta, float gain) {
-  #pragma unroll
-  for (int i = 0; i < N / 4; i++) {
-    float x, y;
-    load_shared(delta + i * 32, x, y);
-    #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const float ds = p[4 * i + e] * fmaf(dp[4 * i + e], gain, -(e & 1 ? y : x));
-      dp[4 * i + e] = HIDES && p[4 * i + e] == 0.f ? 0.f : ds;
-    }
-  }
-}
-template <int N> DEV void to_stored(u32 (&to)[N], const float (&from)[2 * N]) {
-  #pragma unroll
-  for (int i = 0; i < N; i++) to[i] = pack(from[2 * i], from[2 * i + 1]);
-}
-// Stores dS (or P) to shared memory as [key][64 queries], swizzled, from 16 keys on; `piece` is the
-// first 8 queries.
-template <int N> DEV void store_pairs(u32 to, const u32 (&x)[N], int key, int piece, int lane) {
-  const u32 row = opaque(to + (key + (lane & 15)) * 128), swizzle = (lane & 7) << 4,
-            half = (lane >> 4) << 4;
-  #pragma unroll
-  for (int i = 0; i < N / 2; i += 2)
-    store_matrices(row + ((((piece + i) << 4) + half) ^ swizzle), x[2 * i], x[2 * i + 1],
-        x[2 * i + 2], x[2 * i + 3]);
-  fence_async();
-}
-// Stages this warp's 16 rows x 64 columns of dQ in the buffer that warp 1 adds from: [32
-// columns][row] [column], swizzled. Odd rows store columns 16 further on in the same instruction,
-// which avoids bank conflicts.
-DEV void stage_dq(u32 to, const float (&dq)[32], float gain, int lane) {
-  const bool odd = lane / 4 & 1;
-  const u32 row = (lane / 4) * 128, swizzle = (lane / 4) << 4, in_chunk = (lane & 1) * 8;
-  #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const u32 column = (i % 4) ^ (odd ? 2 : 0);
-    #pragma unroll
-    for (int down = 0; down < 2; down++) {
-      const float x = odd ? dq[4 * (i ^ 2) + 2 * down] : dq[4 * i + 2 * down],
-                  y = odd ? dq[4 * (i ^ 2) + 2 * down + 1] : dq[4 * i + 2 * down + 1];
-      store_shared(to + (i / 4) * (BQ * 128) + row + down * 1024 +
-                       (((column * 32) + (lane & 2) * 8) ^ swizzle) + in_chunk,
-          SCALES_DQ ? x * gain : x, SCALES_DQ ? y * gain : y);
-    }
-  }
-  fence_async();
-  __syncwarp();
-}
-// Adds this thread's part of dK or dV to memory, or stores it: two rows, every fourth pair of
-// columns from `column` on. No other thread adds to these elements, so the order does not matter; a
-// reduction in memory avoids waiting for the old value.
-template <int N> DEV void add_rows(void* to, const JobParams& job, const Shared& m, u32 n,
-    int stores, int head, const float (&sum)[N], float gain, int key, int column, int lane) {
-  #pragma unroll
-  for (int down = 0; down < 2; down++) {
-    if (key + 8 * down >= job.keys) continue;
-    const i64 row =
-        at(job.k, tile_word(m, n, BATCH), tile_word(m, n, SEGMENT), key + 8 * down, head) + column +
-        (lane % 4) * 2;
-    #pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-      // fmaf(x, gain, 0) turns -0 into 0, as adding to a zero would.
-      const float x = fmaf(sum[4 * i + 2 * down], gain, 0.f),
-                  y = fmaf(sum[4 * i + 2 * down + 1], gain, 0.f);
-      if (column + i * 8 >= job.dim) continue;
-      if (stores == ROUNDED)
-        *(u32*)((u16*)to + row + i * 8) = pack(x, y);
-      else if (stores == STORED)
-        *(float2*)((float*)to + row + i * 8) = make_float2(x, y);
-      else
-        global_add((float*)to + row + i * 8, x, y);
-    }
-  }
-}
-
-// Releases the tile's keys and values: those of the next tile may be loaded.
-DEV void release_keys(const Shared& m, int warpgroup, int thread) {
-  if (warpgroup == 0 && thread == 0) store_shared(m.nonfinite, 0u);
-  if (thread % 32 == 0) barrier_arrive(m.kv_empty);
-}
 // Computes one tile; the two kernels differ here. Returns the new progress.
 DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread);
 

@@ -1,87 +1,185 @@
-// Gradients on Hopper for head dimensions above 128. Sums of 64 keys x 256 columns do not fit into
-// a warpgroup's registers, so both consumers share the tile's 64 keys: each computes S and dP of
-// half of the queries, exchanges P and dS through shared memory, and accumulates half of the
-// columns of dK, dV and dQ.
+// Gradients on Hopper for rows of more than 128 elements. Sums of 64 keys and all columns do not
+// fit into a warpgroup's registers, so both consumers share the tile's 64 keys: each computes S and
+// dP of half of the queries, exchanges P and dS through shared memory, and accumulates a part of
+// the columns of dK, dV and dQ, in slabs of 64. Where slabs cannot be halved, a warpgroup has the
+// larger part of dK and the smaller one of dQ.
+//
+// Where registers and stages suffice, the scores of the next block are computed beside the products
+// of this one: these then hide the arithmetic, and the staging of dQ.
 
 #define HALF_QUERIES (BQ / 2)
-#define HALF_COLUMNS 128
+#define PIPELINED (STAGES > 1 && SLABS + (V_SLABS + 1) / 2 <= 4)
+
+// The slabs of a warpgroup: how many, and the first.
+template <int GROUP> struct OwnSlabs {
+  static const int less = SLABS / 2, more = SLABS - less, dk = GROUP == 0 ? more : less,
+                   first_dk = GROUP == 0 ? 0 : more, dq = GROUP == 0 ? less : more,
+                   first_dq = GROUP == 0 ? more : 0,
+                   dv = GROUP == 0 ? V_SLABS / 2 : V_SLABS - V_SLABS / 2,
+                   first_dv = GROUP == 0 ? 0 : V_SLABS / 2;
+};
 
 // S^T or dP^T of the warpgroup's 32 queries: all keys (or values) times queries (or output
 // gradients).
-DEV void issue_half(float (&s)[HALF_QUERIES / 2], u32 keys, u32 queries) {
+template <int DIM> DEV void issue_half(float (&s)[HALF_QUERIES / 2], u32 keys, u32 queries) {
   const u64 a = matrix(keys, 16, 1024), b = matrix(queries, 16, 1024);
   #pragma unroll
-  for (int k = 0; k < HD / 16; k++)
+  for (int k = 0; k < DIM / 16; k++)
     wgmma_ss_n32(s, further(a, (k / 4) * (BK * 128) + (k % 4) * 32),
         further(b, (k / 4) * (BQ * 128) + (k % 4) * 32), k != 0);
 }
-// dV += P^T dO or dK += dS^T Q: both from shared memory, half of the columns.
-DEV void issue_half_sum(float (&sum)[HALF_COLUMNS / 2], u32 left, u32 right) {
+// dV += P^T dO or dK += dS^T Q: both from shared memory, one or two slabs of columns.
+template <int N> DEV void issue_own_sum(float (&sum)[N], u32 left, u32 right) {
   const u64 a = matrix(left, 16, 1024), b = matrix(right, BQ * 128, 1024);
   #pragma unroll
-  for (int k = 0; k < BQ / 16; k++)
-    wgmma_ss_tb_n128(sum, further(a, k * 32), further(b, k * 2048), 1);
+  for (int k = 0; k < BQ / 16; k++) {
+    if constexpr (N == 32) wgmma_ss_tb_n64(sum, further(a, k * 32), further(b, k * 2048), 1);
+    else wgmma_ss_tb_n128(sum, further(a, k * 32), further(b, k * 2048), 1);
+  }
+}
+
+// A warpgroup's place in the tile.
+struct Place { int warpgroup, warp, lane; };
+
+// Waits until block n's queries and output gradients are loaded.
+DEV void wait_queries(const HopperBackward& w, const Shared& m, u32 n, int warpgroup) {
+  const u32 stage = stage_of<STAGES>(n), parity = parity_of<STAGES>(n);
+  barrier_wait(m.q_full + 8 * stage, parity); barrier_wait(m.o_full + 8 * stage, parity);
+  if (unmasked_from(m, warpgroup) == NEVER && w.control[NONFINITE_QUERIES] != 0)
+    zero_nonfinite_queries(
+        m.q + stage * Q_BYTES, m.o + stage * O_BYTES, m.lse + stage * BQ * 4);
+}
+// Issues S and dP of block n, as two groups.
+DEV void begin_block(float (&s)[HALF_QUERIES / 2], float (&dp)[HALF_QUERIES / 2], const Shared& m,
+    u32 n, int warpgroup) {
+  const u32 stage = stage_of<STAGES>(n), rows = warpgroup * (HALF_QUERIES * 128);
+  wgmma_fence(); issue_half<HD>(s, m.k, m.q + stage * Q_BYTES + rows); wgmma_commit();
+  wgmma_fence(); issue_half<VD>(dp, m.v, m.o + stage * O_BYTES + rows); wgmma_commit();
+}
+// Stores P of block n as soon as its S is complete.
+DEV void store_probabilities(float (&s)[HALF_QUERIES / 2], const HopperBackward& w,
+    const Shared& m, u32 n, int block, const Place& at) {
+  const u32 rows = at.warpgroup * HALF_QUERIES,
+            lse = m.lse + (stage_of<STAGES>(n) * BQ + rows + (at.lane % 4) * 2) * 4;
+  u32 pair[HALF_QUERIES / 4];
+#if TRANSFORMED
+  to_transformed<true>(s, pair, w, m, lse, stage_of<STAGES>(n), at.warp * 16 + at.lane / 4,
+      block * BQ + (int)rows + (at.lane % 4) * 2);
+#else
+  if (is_masked(m, at.warpgroup, block))
+    to_probabilities(s, lse, w.exponent, mask_of(m, at.warp * 16 + at.lane / 4),
+        block * BQ + (int)rows + (at.lane % 4) * 2);
+  else to_probabilities(s, lse, w.exponent);
+  to_stored(pair, s);
+#endif
+  store_pairs(m.pairs + (n & 1) * PAIRS * PAIR_BYTES, pair, at.warp * 16, rows / 8, at.lane);
+}
+// Stores dS of block n, whose dP is complete.
+DEV void store_ds(const float (&p)[HALF_QUERIES / 2], float (&dp)[HALF_QUERIES / 2],
+    const HopperBackward& w, const Shared& m, u32 n, const Place& at) {
+  const u32 rows = at.warpgroup * HALF_QUERIES;
+  to_ds<true>(dp, p, m.delta + (stage_of<STAGES>(n) * BQ + rows + (at.lane % 4) * 2) * 4,
+      w.dp_gain);
+  u32 pair[HALF_QUERIES / 4];
+  to_stored(pair, dp);
+  store_pairs(m.pairs + (n & 1) * PAIRS * PAIR_BYTES + PAIR_BYTES, pair, at.warp * 16, rows / 8,
+      at.lane);
+}
+// Block n's dQ is complete: stages it for warp 1.
+template <int N> DEV void finish_dq(const float (&dq)[N], const HopperBackward& w, const Shared& m,
+    u32 n, int first_slab, const Place& at) {
+  const u32 stage = stage_of<DQ_STAGES>(n);
+  barrier_wait(m.dq_empty + 8 * stage, parity_of<DQ_STAGES>(n) ^ 1);
+  #pragma unroll
+  for (int i = 0; i < N / 32; i++)
+    stage_dq(m.dq + stage * DQ_BYTES + (first_slab + i) * 2 * (BQ * 128) + at.warp * 16 * 128,
+        reinterpret_cast<const float (&)[32]>(dq[32 * i]), w.dq_gain, at.lane);
+  if (at.lane == 0) barrier_arrive(m.dq_full + 8 * stage);
+}
+
+template <int GROUP>
+DEV u32 process_own(const HopperBackward& w, const Shared& m, u32 n, int thread) {
+  typedef OwnSlabs<GROUP> Own;
+  const JobParams& job = w.job;
+  const Place at{GROUP, thread / 32, thread % 32};
+  float dk[Own::dk * 32], dv[Own::dv * 32], dq[Own::dq * 32];
+  #pragma unroll
+  for (int i = 0; i < Own::dk * 32; i++) dk[i] = 0.f;
+  #pragma unroll
+  for (int i = 0; i < Own::dv * 32; i++) dv[i] = 0.f;
+  set_unmasked_from(w, m, n, GROUP, thread, tile_word(m, n, KEY_BLOCK) * BK + BK - 1);
+  int block = tile_word(m, n, START);
+  float s[HALF_QUERIES / 2], dp[HALF_QUERIES / 2];
+  bool more = block_of(n) < (u32)tile_word(m, n, LAST);
+#if PIPELINED
+  bool is_first = true;
+  if (more) {
+    wait_queries(w, m, n, GROUP);
+    begin_block(s, dp, m, n, GROUP);
+    wgmma_wait<1>();
+    store_probabilities(s, w, m, n, block, at);
+    wgmma_wait<0>();
+    store_ds(s, dp, w, m, n, at);
+  }
+#endif
+  #pragma unroll 1
+  while (more) {
+    const u32 stage = stage_of<STAGES>(n), p = m.pairs + (n & 1) * PAIRS * PAIR_BYTES,
+              ds = p + PAIR_BYTES, q = m.q + stage * Q_BYTES + Own::first_dk * (BQ * 128),
+              o = m.o + stage * O_BYTES + Own::first_dv * (BQ * 128),
+              keys = m.k + Own::first_dq * (BK * 128);
+#if PIPELINED
+    block = next_block(m, n, block);
+    more = block_of(n + 1) < (u32)tile_word(m, n, LAST);
+#else
+    wait_queries(w, m, n, GROUP);
+    begin_block(s, dp, m, n, GROUP);
+    wgmma_wait<1>();
+    store_probabilities(s, w, m, n, block, at);
+    wgmma_wait<0>();
+    store_ds(s, dp, w, m, n, at);
+#endif
+    named_sync(1, 256);   // both halves of P and dS are stored
+    wgmma_fence(); issue_own_sum(dv, p, o); wgmma_commit();
+    wgmma_fence(); issue_own_sum(dk, ds, q); wgmma_commit();
+#if PIPELINED
+    // At the end of the tile these are scores of stale data, which are not used.
+    if (!is_first) finish_dq(dq, w, m, n - 1, Own::first_dq, at);
+    if (more) wait_queries(w, m, n + 1, GROUP);
+    begin_block(s, dp, m, n + 1, GROUP);
+    wgmma_fence(); issue_dq(dq, ds, keys); wgmma_commit();
+    wgmma_wait<2>();
+    if (at.lane == 0) barrier_arrive(m.empty + 8 * stage);
+    if (more) store_probabilities(s, w, m, n + 1, block, at);
+    wgmma_wait<1>();
+    if (more) store_ds(s, dp, w, m, n + 1, at);
+    wgmma_wait<0>();
+    is_first = false;
+    n++;
+#else
+    wgmma_fence(); issue_dq(dq, ds, keys); wgmma_commit();
+    wgmma_wait<1>();
+    if (at.lane == 0) barrier_arrive(m.empty + 8 * stage);
+    wgmma_wait<0>();
+    finish_dq(dq, w, m, n, Own::first_dq, at);
+    block = next_block(m, n, block);
+    n++;
+    more = block_of(n) < (u32)tile_word(m, n, LAST);
+#endif
+  }
+#if PIPELINED
+  if (!is_first) finish_dq(dq, w, m, n - 1, Own::first_dq, at);
+#endif
+  release_keys(m, GROUP, thread);
+  const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x,
+            key = tile_word(m, n, KEY_BLOCK) * BK + at.warp * 16 + at.lane / 4;
+  add_rows<false>(
+      w.dk, job, m, n, w.stores, head, dk, w.dk_gain, key, Own::first_dk * 64, at.lane);
+  add_rows<true>(
+      w.dv, job, m, n, w.stores, head, dv, w.dv_gain, key, Own::first_dv * 64, at.lane);
+  return n;
 }
 
 DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgroup, int thread) {
-  const JobParams& job = w.job;
-  const int warp = thread / 32, lane = thread % 32;
-  const u32 rows = warpgroup * HALF_QUERIES,
-            from = rows * 4 + (lane % 4) * 8;   // queries of the block, offset of lse, delta
-  const u32 columns = warpgroup * 2;                                             // in slabs
-  float dk[HALF_COLUMNS / 2], dv[HALF_COLUMNS / 2];
-  #pragma unroll
-  for (int i = 0; i < HALF_COLUMNS / 2; i++) dk[i] = dv[i] = 0.f;
-  barrier_wait(m.k_full, tile_parity(n)); barrier_wait(m.v_full, tile_parity(n));
-  set_unmasked_from(w, m, n, warpgroup, thread, tile_word(m, n, KEY_BLOCK) * BK + BK - 1);
-  int block = tile_word(m, n, START);
-  #pragma unroll 1
-  for (; block_of(n) < (u32)tile_word(m, n, LAST); n++) {
-    const u32 stage = stage_of<STAGES>(n), parity = parity_of<STAGES>(n),
-              p_at = m.pairs + (n & 1) * PAIRS * PAIR_BYTES, ds_at = p_at + PAIR_BYTES;
-    const u32 q = m.q + stage * Q_BYTES, o = m.o + stage * Q_BYTES,
-              lse = m.lse + stage * BQ * 4 + from, delta = m.delta + stage * BQ * 4 + from;
-    const int row = block * BQ + rows + (lane % 4) * 2;
-    const bool masked = is_masked(m, warpgroup, block);
-    float s[HALF_QUERIES / 2], dp[HALF_QUERIES / 2], dq[2][32];
-    u32 pair[HALF_QUERIES / 4];
-    barrier_wait(m.q_full + 8 * stage, parity); barrier_wait(m.o_full + 8 * stage, parity);
-    if (unmasked_from(m, warpgroup) == NEVER && w.control[NONFINITE_QUERIES] != 0)
-      zero_nonfinite_queries(q, o, m.lse + stage * BQ * 4);
-    wgmma_fence(); issue_half(s, m.k, q + rows * 128); wgmma_commit();
-    wgmma_fence(); issue_half(dp, m.v, o + rows * 128); wgmma_commit();
-    wgmma_wait<1>();
-    if (masked) to_probabilities(s, lse, w.exponent, mask_of(m, warp * 16 + lane / 4), row);
-    else to_probabilities(s, lse, w.exponent);
-    to_stored(pair, s);
-    store_pairs(p_at, pair, warp * 16, rows / 8, lane);
-    wgmma_wait<0>();
-    to_ds<true>(dp, s, delta, w.dp_gain);
-    to_stored(pair, dp);
-    store_pairs(ds_at, pair, warp * 16, rows / 8, lane);
-    named_sync(1, 256);   // both halves of P and dS are stored
-    wgmma_fence(); issue_half_sum(dv, p_at, o + columns * (BQ * 128)); wgmma_commit();
-    wgmma_fence(); issue_half_sum(dk, ds_at, q + columns * (BQ * 128)); wgmma_commit();
-    wgmma_fence();
-    issue_dq(dq[0], ds_at, m.k + columns * (BK * 128));
-    issue_dq(dq[1], ds_at, m.k + (columns + 1) * (BK * 128));
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (lane == 0) barrier_arrive(m.empty + 8 * stage);
-    wgmma_wait<0>();
-    const u32 dq_stage = stage_of<DQ_STAGES>(n);
-    barrier_wait(m.dq_empty + 8 * dq_stage, parity_of<DQ_STAGES>(n) ^ 1);
-    #pragma unroll
-    for (int i = 0; i < 2; i++)
-      stage_dq(m.dq + dq_stage * DQ_BYTES + (columns + i) * 2 * (BQ * 128) + warp * 16 * 128, dq[i],
-          w.dq_gain, lane);
-    if (lane == 0) barrier_arrive(m.dq_full + 8 * dq_stage);
-    block = next_block(m, n, block);
-  }
-  release_keys(m, warpgroup, thread);
-  const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x,
-            key = tile_word(m, n, KEY_BLOCK) * BK + warp * 16 + lane / 4;
-  add_rows(w.dk, job, m, n, w.stores, head, dk, w.dk_gain, key, warpgroup * HALF_COLUMNS, lane);
-  add_rows(w.dv, job, m, n, w.stores, head, dv, w.dv_gain, key, warpgroup * HALF_COLUMNS, lane);
-  return n;
+  return warpgroup == 0 ? process_own<0>(w, m, n, thread) : process_own<1>(w, m, n, thread);
 }

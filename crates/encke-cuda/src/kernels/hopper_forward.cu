@@ -1,6 +1,27 @@
 // Attention forward on Hopper, second part: loading a carry, storing carries and outputs, and the
 // kernel itself. hopper_forward.cuh has the overview, the producer and the softmax.
 
+// The address of a row of values: rows are in the order of the keys.
+DEV i64 value_row(const JobParams& job, const Tile& tile, int key) {
+  const i64 row = at(job.k, tile.batch, tile.segment, key, tile.head);
+  return OWN_VALUES ? row / job.dim * job.value_dim : row;
+}
+#if TRANSFORMED
+// Transforms the scores of a block of the published tile.
+DEV void transform_block(float (&s)[KEYS / 2], const TileParams& tiles, const Shared& shared,
+    u32 slot, int row, int first_column) {
+  int ahead = 0, down = 0;
+  float slope = 0.f;
+#if SLOPES
+  const u32 from = shared.tile(slot);
+  slope = __uint_as_float(tiles.slopes[load_shared(from + 4)].x);
+  ahead = (int)load_shared(from + 64) + row * tiles.query_position_step -
+          first_column * tiles.key_position_step;
+  down = 8 * tiles.query_position_step;
+#endif
+  transform(s, tiles, slope, ahead, ahead + down);
+}
+#endif
 // This thread's two rows of a tile.
 struct Rows {
   int row[2], limit[2];   // limit: the end of the visible keys
@@ -19,7 +40,7 @@ DEV void rows_of(
 // In partly masked blocks, NaN and infinite values were multiplied as 0: the rows that see them add
 // them here.
 DEV void add_nonfinite_values(const JobParams& job, const TileParams& tiles, const Tile& tile,
-    const Rows& rows, const u16* v, int column, float (&acc)[HD / 2]) {
+    const Rows& rows, const u16* v, int column, float (&acc)[VD / 2]) {
 #if WINDOWED
   int from = tile.begin * KEYS, origin = tile.first_key;
 #else
@@ -28,11 +49,10 @@ DEV void add_nonfinite_values(const JobParams& job, const TileParams& tiles, con
   #pragma unroll 1
   for (int key = from; key < tile.keys; key++) {
     if (WINDOWED && !is_masked(tile, key / KEYS)) continue;
-    const u16* value =
-        v + at(job.k, tile.batch, tile.segment, origin + key, tile.head) + column;
+    const u16* value = v + value_row(job, tile, origin + key) + column;
     #pragma unroll
     for (int i = 0; i < FRAGMENTS; i++)
-      if (8 * i < job.dim)
+      if (8 * i < job.value_dim)
         #pragma unroll
         for (int e = 0; e < 4; e++) {
           u32 x = value[8 * i + (e & 1)];
@@ -79,18 +99,18 @@ DEV void prefetch_sums(const JobParams& job, const Tile& tile, const float* sums
   __syncwarp();
   const int rows = min(max(end_row(job, tile) - tile.row - first, 0), 16),
             row = row_of_slot(lane % 8) + lane / 8 * 8;
-  if (lane == 0) barrier_expect(barrier, rows * job.dim * 4);
+  if (lane == 0) barrier_expect(barrier, rows * job.value_dim * 4);
   __syncwarp();
   if (lane < 16 && row < rows)
     bulk_load(staged + lane * SUM_PITCH,
-        sums + (tile.cell + (tile.row + first + row) * job.cells.row) * job.dim, job.dim * 4,
-        barrier);
+        sums + (tile.cell + (tile.row + first + row) * job.cells.row) * job.value_dim,
+        job.value_dim * 4, barrier);
 }
 #endif
 #if LOAD_CARRY && !STORE_CARRY
 // Adds the carried sums to the tile's own.
 DEV void add_carried_sums(const JobParams& job, const Rows& rows, const float* sums, float c,
-    u32 staged, int lane, float (&acc)[HD / 2], const Softmax& softmax,
+    u32 staged, int lane, float (&acc)[VD / 2], const Softmax& softmax,
     const float (&carried_max)[2]) {
   const int column = lane % 4 * 2;
   #pragma unroll
@@ -98,10 +118,10 @@ DEV void add_carried_sums(const JobParams& job, const Rows& rows, const float* s
     if (!rows.exists[h] || carried_max[h] == neg_inf()) continue;
     const float rescale =
         carried_max[h] == softmax.m[h] ? 1.f : exp2_fast((carried_max[h] - softmax.m[h]) * c);
-    const float* from = sums + rows.cell[h] * job.dim + column;
+    const float* from = sums + rows.cell[h] * job.value_dim + column;
     #pragma unroll
     for (int i = 0; i < FRAGMENTS; i++)
-      if (8 * i < job.dim) {
+      if (8 * i < job.value_dim) {
         float x, y;
         if (PREFETCH_SUMS)
           load_shared(
@@ -120,7 +140,7 @@ DEV void add_carried_sums(const JobParams& job, const Rows& rows, const float* s
 // STAGED: rows to add or store are staged in shared memory for bulk copies, which run during the
 // next tile. All tiles end at about the same time, and would otherwise wait for memory together.
 DEV void store_carry(const JobParams& job, const Rows& rows, float* sums, float* m_out,
-    float* l_out, float scale, float c, u32 staged, int lane, const float (&acc)[HD / 2],
+    float* l_out, float scale, float c, u32 staged, int lane, const float (&acc)[VD / 2],
     const Softmax& softmax, const float (&carried_max)[2]) {
   const int column = lane % 4 * 2;
 #if STAGED
@@ -137,12 +157,12 @@ DEV void store_carry(const JobParams& job, const Rows& rows, float* sums, float*
       m_out[rows.cell[h]] = softmax.m[h] * scale;
       l_out[rows.cell[h]] = l;
     }
-    float* to = sums + rows.cell[h] * job.dim + column;
+    float* to = sums + rows.cell[h] * job.value_dim + column;
     if (rows.exists[h] && (raised || !STAGED)) {
       const float rescale = raised ? exp2_fast((carried_max[h] - softmax.m[h]) * c) : 0.f;
       #pragma unroll
       for (int i = 0; i < FRAGMENTS; i++)
-        if (8 * i < job.dim) {
+        if (8 * i < job.value_dim) {
           if (!none && !raised) {
             global_add(to + 8 * i, acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]);
             continue;
@@ -169,11 +189,11 @@ DEV void store_carry(const JobParams& job, const Rows& rows, float* sums, float*
   const i64 first = __shfl_sync(~0u, rows.cell[0], of), second = __shfl_sync(~0u, rows.cell[1], of);
   const u32 stored = h ? raised_rows[1] : raised_rows[0], overwritten = h ? empty[1] : empty[0];
   if (h < 2 && !(stored >> of & 1)) {
-    float* to = sums + (h ? second : first) * job.dim;
+    float* to = sums + (h ? second : first) * job.value_dim;
     if (overwritten >> of & 1)
-      bulk_store(to, staged + lane * SUM_PITCH, job.dim * 4);
+      bulk_store(to, staged + lane * SUM_PITCH, job.value_dim * 4);
     else
-      bulk_add(to, staged + lane * SUM_PITCH, job.dim * 4);
+      bulk_add(to, staged + lane * SUM_PITCH, job.value_dim * 4);
   }
 #endif
 }
@@ -184,8 +204,8 @@ DEV void store_empty_carry(
        row += CONSUMERS * 128) {
     i64 cell = tile.cell + (tile.row + row) * job.cells.row;
     m[cell] = neg_inf(); l[cell] = 0.f;
-    for (int i = 0; i < job.dim; i += 4)
-      *(float4*)(sums + cell * job.dim + i) = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < job.value_dim; i += 4)
+      *(float4*)(sums + cell * job.value_dim + i) = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 }
 #else
@@ -198,7 +218,7 @@ DEV u32 output_slot(u32 q, u32 staged, int first, int row, int piece) {
 // Finishes the softmax. Output rows are staged in shared memory, so that global memory is written
 // 16 bytes per lane and whole sectors at a time.
 DEV void store_out(const JobParams& job, const Tile& tile, const Rows& rows, u16* out, float* lse,
-    float scale, u32 q, u32 staged, int first, int lane, const float (&acc)[HD / 2],
+    float scale, u32 q, u32 staged, int first, int lane, const float (&acc)[VD / 2],
     const Softmax& softmax) {
   float factor[2];
   #pragma unroll
@@ -211,7 +231,7 @@ DEV void store_out(const JobParams& job, const Tile& tile, const Rows& rows, u16
   }
   const int address_row = (lane / 8 % 2) * 8 + lane % 8;   // the row whose address this lane gives
   #pragma unroll
-  for (int i = 0; i < HD / 16; i++)
+  for (int i = 0; i < VD / 16; i++)
     store_matrices(output_slot(q, staged, first, address_row, 2 * i + lane / 16),
         pack(acc[8 * i] * factor[0], acc[8 * i + 1] * factor[0]),
         pack(acc[8 * i + 2] * factor[1], acc[8 * i + 3] * factor[1]),
@@ -222,8 +242,8 @@ DEV void store_out(const JobParams& job, const Tile& tile, const Rows& rows, u16
   for (int i = lane; i < 16 * FRAGMENTS; i += 32) {
     int row = i / FRAGMENTS, piece = i % FRAGMENTS;
     uint4 x = load_shared_16(output_slot(q, staged, first, row, piece));
-    if (tile.row + first + row < end_row(job, tile) && piece * 8 < job.dim)
-      *(uint4*)(out + (tile.cell + (tile.row + first + row) * job.cells.row) * job.dim +
+    if (tile.row + first + row < end_row(job, tile) && piece * 8 < job.value_dim)
+      *(uint4*)(out + (tile.cell + (tile.row + first + row) * job.cells.row) * job.value_dim +
                 piece * 8) = x;
   }
 }
@@ -235,9 +255,10 @@ DEV void store_empty_rows(const JobParams& job, const Tile& tile, const float* s
     i64 cell = tile.cell + (tile.row + row) * job.cells.row;
     const float sum = LOAD_CARRY ? l[cell] : 0.f, factor = sum == 0.f ? 0.f : (float)job.gain / sum;
     lse[cell] = sum == 0.f ? neg_inf() : m[cell] + log2_fast(sum) * 0.6931471805599453f;
-    for (int i = 0; i < job.dim; i += 2) {
-      float2 x = sum == 0.f ? make_float2(0.f, 0.f) : *(const float2*)(sums + cell * job.dim + i);
-      *(u32*)(out + cell * job.dim + i) = pack(x.x * factor, x.y * factor);
+    for (int i = 0; i < job.value_dim; i += 2) {
+      float2 x = sum == 0.f ? make_float2(0.f, 0.f)
+                            : *(const float2*)(sums + cell * job.value_dim + i);
+      *(u32*)(out + cell * job.value_dim + i) = pack(x.x * factor, x.y * factor);
     }
   }
 }
@@ -287,10 +308,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     registers_raise<CONSUMER_REGISTERS>();
     const int consumer = group - 1, column = (lane % 4) * 2;
+#if SLOPES
+    const float scale = 0.6931471805599453f, c = 1.f;
+#elif SOFTCAP
+    const float scale = tiles.softcap * 0.6931471805599453f, c = tiles.softcap;
+#else
     float scale = fabsf((float)job.scale);
     if (scale < 1e-37f) scale = 1e-37f;   // a masked score is -inf, and 0 x -inf would be NaN
     const float c = scale * 1.4426950408889634f;
-    float acc[HD / 2]; u32 p[KEYS / 4]; Softmax softmax; Rows rows; Tile tile;
+#endif
+    float acc[VD / 2]; u32 p[KEYS / 4]; Softmax softmax; Rows rows; Tile tile;
     StageIndex<Q_STAGES> q;
     StageIndex<STAGES> k, v;
     StageIndex<2> tile_stage;
@@ -322,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           shared.sums_full(consumer * 4 + warp), consumer * 64 + warp * 16, lane);
 #endif
       #pragma unroll
-      for (int i = 0; i < HD / 2; i++) acc[i] = 0.f;
+      for (int i = 0; i < VD / 2; i++) acc[i] = 0.f;
       // Blocks below this one need no mask for any row of the warpgroup.
       const int unmasked = seen_end(job, tiles, tile, tile.row + consumer * 64) / KEYS;
 #if WINDOWED
@@ -356,6 +383,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wgmma_wait<0>();
         release(shared.k_empty(k.stage), lane);
         k.advance();
+#if TRANSFORMED
+        transform_block(s, tiles, shared, tile_stage.stage,
+            consumer * 64 + warp * 16 + lane / 4, block * KEYS + column);
+#endif
         if (block >= unmasked)
           mask(s, rows.limit[0] - block * KEYS - column, rows.limit[1] - block * KEYS - column);
 #if WINDOWED
@@ -392,6 +423,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wgmma_wait<1>();
         release(shared.k_empty(k.stage), lane);
         k.advance();
+#if TRANSFORMED
+        transform_block(s, tiles, shared, tile_stage.stage,
+            consumer * 64 + warp * 16 + lane / 4, block * KEYS + column);
+#endif
         if (CAUSAL && block >= unmasked)
           mask(s, rows.limit[0] - block * KEYS - column, rows.limit[1] - block * KEYS - column);
 #if WINDOWED

@@ -20,11 +20,13 @@
 // Macros given by the host:
 //   T_BF16 or T_F16         storage type
 //   HD                      head dimension, rounded up to 16
+//   VD                      that of values, if they have another
 //   CONSUMERS, KEYS         consumer warpgroups; keys of a block
 //   STAGES, Q_STAGES        pipeline stages of K and of V; of Q
 //   CHUNKS                  chunks of memory that keys may be in, at most
 //   CAUSAL, PINGPONG        whether there is a mask; whether warpgroups alternate
 //   WINDOWED                rows see ranges of keys (windows, documents); CAUSAL is set too
+//   SOFTCAP, SLOPES         scores are transformed; WINDOWED is set too
 //   LOAD_CARRY              continue (acc, m, l) rather than start a softmax
 //   STORE_CARRY             leave (acc, m, l) rather than finish in (out, lse)
 //   STAGED                  shared memory has room for a tile's sums
@@ -33,7 +35,7 @@
 //   Q_REGISTERS             keep queries in registers
 //   POLYNOMIAL              every POLYNOMIAL-th exponential is a polynomial (0: none)
 //   PRODUCER_REGISTERS, CONSUMER_REGISTERS
-#define FRAGMENTS (HD / 8)
+#define FRAGMENTS (VD / 8)
 #if NEGATIVE
 #define SIGN(name) JOIN(name, neg_n)
 #else
@@ -41,7 +43,7 @@
 #endif
 #define SCORES JOIN(SIGN(wgmma_ss_), KEYS)
 #define SCORES_OF_REGISTERS JOIN(SIGN(wgmma_rs_), KEYS)
-#define VALUES JOIN(wgmma_rs_tb_n, HD)
+#define VALUES JOIN(wgmma_rs_tb_n, VD)
 // Carried sums are prefetched to shared memory during a tile, and its output is staged there.
 #define PREFETCH_SUMS (STAGED && LOAD_CARRY && !STORE_CARRY)
 // m and l of the carry are prefetched too, one tile ahead, by otherwise idle warps.
@@ -50,11 +52,11 @@
 #define RELEASE_Q_EARLY (Q_REGISTERS && (STORE_CARRY || PREFETCH_SUMS))
 
 // ---- the producer thread ----
-DEV void load_slabs(
+template <int COUNT> DEV void load_slabs(
     u32 to, const TensorMap* map, u32 barrier, int rows, int row, int head, const Tile& tile) {
-  barrier_expect(barrier, SLABS * rows * 128);
+  barrier_expect(barrier, COUNT * rows * 128);
   #pragma unroll
-  for (int slab = 0; slab < SLABS; slab++)
+  for (int slab = 0; slab < COUNT; slab++)
     tma_load(to + slab * rows * 128, map, barrier, slab * 64, row, head, tile.segment, tile.batch);
 }
 // Tiles of equal length are assigned round-robin. Causal tiles are taken from a counter as blocks
@@ -84,7 +86,8 @@ DEV void load(const JobParams& job, const TileParams& tiles, const Shared& share
     int q_head = (u32)(job.q.heads[tile.head] >> tiles.q_shift) * tiles.q_inverse,
         k_head = (u32)(job.k.heads[tile.head] >> tiles.k_shift) * tiles.k_inverse;
     barrier_wait(shared.q_empty(q.stage()), q.parity() ^ 1);
-    load_slabs(shared.q(q.stage()), q_map, shared.q_full(q.stage()), ROWS, tile.row, q_head, tile);
+    load_slabs<SLABS>(
+        shared.q(q.stage()), q_map, shared.q_full(q.stage()), ROWS, tile.row, q_head, tile);
     q.uses++;
     int chunk = 0;
     // K runs one block ahead of V, and is sometimes in the next chunk already.
@@ -104,13 +107,13 @@ DEV void load(const JobParams& job, const TileParams& tiles, const Shared& share
       if (block > begin) {
         const int key = (block - 1) * KEYS, of = chunk + (key < tiles.chunk_starts[chunk]);
         barrier_wait(shared.k_empty(k.stage()), k.parity() ^ 1);
-        load_slabs(shared.k(k.stage()), &kv_maps.k[of], shared.k_full(k.stage()), KEYS,
+        load_slabs<SLABS>(shared.k(k.stage()), &kv_maps.k[of], shared.k_full(k.stage()), KEYS,
             origin + key - tiles.chunk_starts[of], k_head, tile);
         k.uses++;
       }
       if (block < tile.blocks) {
         barrier_wait(shared.v_empty(v.stage()), v.parity() ^ 1);
-        load_slabs(shared.v(v.stage()), &kv_maps.v[chunk], shared.v_full(v.stage()), KEYS,
+        load_slabs<V_SLABS>(shared.v(v.stage()), &kv_maps.v[chunk], shared.v_full(v.stage()), KEYS,
             origin + block * KEYS - tiles.chunk_starts[chunk], k_head, tile);
 #if WINDOWED
         const bool hides = is_masked(shared, slot, block);
@@ -168,7 +171,7 @@ DEV void check(
       barrier_wait(shared.v_full(v.stage), v.parity);
       u32 at = shared.v(v.stage), found = 0;
       #pragma unroll 1
-      for (int i = thread; i < KEY_BYTES / 16; i += 96) {
+      for (int i = thread; i < VALUE_BYTES / 16; i += 96) {
         uint4 x = load_shared_16(at + i * 16),
               y = make_uint4(zero_nonfinite(x.x), zero_nonfinite(x.y), zero_nonfinite(x.z),
                   zero_nonfinite(x.w));
@@ -223,7 +226,7 @@ DEV void issue_scores(float (&s)[KEYS / 2], const Queries& q, u32 k) {
 #endif
 }
 // acc += weights x values: weights in registers, values MN-major.
-DEV void issue_values(float (&acc)[HD / 2], const u32 (&p)[KEYS / 4], u32 v) {
+DEV void issue_values(float (&acc)[VD / 2], const u32 (&p)[KEYS / 4], u32 v) {
   const u64 values = matrix(v, KEYS * 128, 1024);
   #pragma unroll
   for (int i = 0; i < KEYS / 16; i++)
@@ -245,6 +248,29 @@ DEV void mask_before(float (&s)[KEYS / 2], int first, int second) {
     #pragma unroll
     for (int e = 0; e < 4; e++)
       if (8 * j + (e & 1) < (e < 2 ? first : second)) s[4 * j + e] = neg_inf();
+}
+#endif
+#if TRANSFORMED
+// What becomes of scores (spec section 11): in base 2 with slopes, otherwise as shares of the cap.
+// `slope`: of this head; `ahead`: how far this thread's rows lie after its first key of the block.
+DEV void transform(float (&s)[KEYS / 2], const TileParams& tiles, float slope, int first_ahead,
+    int second_ahead) {
+  #pragma unroll
+  for (int j = 0; j < KEYS / 8; j++)
+    #pragma unroll
+    for (int e = 0; e < 4; e++) {
+      float& x = s[4 * j + e];
+#if SOFTCAP
+      // tanh(x) = 1 - 2 / (exp(2x) + 1): its error is that of one rounding of 1.
+      x = fmaf(-2.f, reciprocal_fast(exp2_fast(x * tiles.inverse_cap) + 1.f), 1.f);
+#endif
+#if SLOPES
+      x *= SOFTCAP ? tiles.softcap : tiles.score_scale;
+      const float distance = (float)(e < 2 ? first_ahead : second_ahead) -
+                             (float)(8 * j + (e & 1)) * (float)tiles.key_position_step;
+      x = fmaf(-slope, fabsf(distance), x);
+#endif
+    }
 }
 #endif
 #if POLYNOMIAL
@@ -318,7 +344,7 @@ struct Softmax {
     }
   }
 };
-DEV void scale_rows(float (&acc)[HD / 2], float first, float second) {
+DEV void scale_rows(float (&acc)[VD / 2], float first, float second) {
   #pragma unroll
   for (int i = 0; i < FRAGMENTS; i++) {
     acc[4 * i] *= first;

@@ -6,11 +6,27 @@
 #ifndef WINDOWED
 #define WINDOWED 0
 #endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+#ifndef SLOPES
+#define SLOPES 0
+#endif
+#define TRANSFORMED (SOFTCAP || SLOPES)
+#ifdef VD
+#define OWN_VALUES 1
+#else
+#define OWN_VALUES 0
+#define VD HD
+#endif
 #define ROWS (CONSUMERS * 64)
 #define THREADS ((CONSUMERS + 1) * 128)
 #define SLABS ((HD + 63) / 64)
-#define Q_BYTES (SLABS * ROWS * 128)
+#define V_SLABS ((VD + 63) / 64)
+// The outputs of a tile are staged where its queries were.
+#define Q_BYTES ((SLABS > V_SLABS ? SLABS : V_SLABS) * ROWS * 128)
 #define KEY_BYTES (SLABS * KEYS * 128)
+#define VALUE_BYTES (V_SLABS * KEYS * 128)
 
 // The tiles of a job. A sequence is a (batch entry, segment, head).
 struct TileParams {
@@ -28,6 +44,12 @@ struct TileParams {
   int chunk_starts[CHUNKS];
   // With WINDOWED: three entries for each tile of a sequence, longest first (see `publish_listed`).
   const int4* list;
+  // With SLOPES: those of the heads in base 2, f32 in words of 64 bits, and the steps of positions.
+  const uint2* slopes;
+  int query_position_step, key_position_step;
+  // With SOFTCAP or SLOPES, all in base 2: |scale|; the cap, and twice |scale| over it.
+  float score_scale, softcap, inverse_cap;
+  int pad;
 };
 struct KvChunkMaps { TensorMap k[CHUNKS], v[CHUNKS]; };
 
@@ -43,13 +65,13 @@ DEV int visible_keys(const JobParams& job, const TileParams& tiles, int i) {
 // Shared memory layout, in bytes from its start, which is aligned to 1024; FORWARD_BYTES in total.
 #define AT_K (Q_STAGES * Q_BYTES)
 #define AT_V (AT_K + STAGES * KEY_BYTES)
-#define AT_SUMS (AT_V + STAGES * KEY_BYTES)
+#define AT_SUMS (AT_V + STAGES * VALUE_BYTES)
 // Pitch of a row of sums: 4 banks more than the row. The padding holds m and l of the row, for this
 // tile and for the next.
-#define SUM_PITCH (HD * 4 + 16)
+#define SUM_PITCH (VD * 4 + 16)
 #define AT_FLAGS (AT_SUMS + (STAGED ? ROWS * SUM_PITCH : 0))
 #define AT_TILES (AT_FLAGS + STAGES * 16)
-#define TILE_BYTES (WINDOWED ? 64 : 48)
+#define TILE_BYTES (48 + WINDOWED * 16 + SLOPES * 16)
 #define AT_BARRIERS (AT_TILES + 2 * TILE_BYTES)
 #define FORWARD_BYTES \
   (AT_BARRIERS + (2 * Q_STAGES + 6 * STAGES + 4 + (STAGED ? CONSUMERS * 4 + 2 : 0)) * 8)
@@ -57,7 +79,7 @@ struct Shared {
   u32 base;
   DEV_MEMBER u32 q(u32 stage) const { return base + stage * Q_BYTES; }
   DEV_MEMBER u32 k(u32 stage) const { return base + AT_K + stage * KEY_BYTES; }
-  DEV_MEMBER u32 v(u32 stage) const { return base + AT_V + stage * KEY_BYTES; }
+  DEV_MEMBER u32 v(u32 stage) const { return base + AT_V + stage * VALUE_BYTES; }
   DEV_MEMBER u32 sums(u32 row) const { return base + AT_SUMS + row * SUM_PITCH; }
   DEV_MEMBER u32 flags(u32 stage) const { return base + AT_FLAGS + stage * 16; }
   DEV_MEMBER u32 tile(u32 slot) const { return base + AT_TILES + slot * TILE_BYTES; }
@@ -74,7 +96,7 @@ struct Shared {
   DEV_MEMBER u32 tile_empty(u32 slot) const {
     return barrier(2 * Q_STAGES + 6 * STAGES + 2 + slot);
   }
-  DEV_MEMBER u32 softmax(u32 slot, u32 row) const { return sums(row) + HD * 4 + slot * 8; }
+  DEV_MEMBER u32 softmax(u32 slot, u32 row) const { return sums(row) + VD * 4 + slot * 8; }
   DEV_MEMBER u32 softmax_full(u32 slot) const {
     return barrier(2 * Q_STAGES + 6 * STAGES + 4 + slot);
   }
@@ -99,7 +121,8 @@ template <int COUNT> struct StageCounter {
 // With WINDOWED a tile lies in one piece of the job: its rows end before `end`, and keys are
 // counted from `first_key` on, of which there are `all`. The first row sees the keys from `start0`
 // to `end0`, as far as they exist, and each next row `query_step` keys further on. Blocks before
-// `begin` are not seen, those before `low` only in part.
+// `begin` are not seen, those before `low` only in part. With SLOPES the published tile also has
+// `ahead`: how far the first row's position lies after that of `first_key`.
 struct Tile {
   int row, head, segment, batch, keys, blocks, masked;
   i64 cell;
@@ -218,6 +241,9 @@ DEV bool publish_listed(const JobParams& job, const TileParams& tiles, const Sha
   store_shared(to, make_uint4(tile.row, tile.head, tile.segment, tile.batch));
   store_shared(
       to + 32, make_uint4((u32)tile.cell, (u32)(tile.cell >> 32), part.x, part.y));
+#if SLOPES
+  store_shared(to + 64, (u32)part.w);
+#endif
   part = entry[2];
   store_shared(to + 48, make_uint4(part.x, part.y, part.z, part.w));
   barrier_arrive(shared.tile_full(count.stage()));

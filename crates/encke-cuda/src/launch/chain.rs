@@ -12,8 +12,10 @@ use encke_core::job::{Job, Operand};
 
 use super::hopper_tiles::{KeyVisibility, visibility};
 use super::hopper_tilings::{MAX_CHUNKS, carry_block_keys};
+use super::row_dims::RowDims;
 use crate::allocation::DeviceAllocation;
 use crate::error::Result;
+use crate::masked_job::JobFeatures;
 use crate::operands::DeviceInputs;
 
 /// A job, and the memory of its keys and values.
@@ -34,7 +36,8 @@ pub(crate) struct Chain {
 
 /// Whether a job can only be the first chunk of a chain: it has a mask or a partial block.
 fn must_be_first(job: &Job) -> bool {
-    let whole = carry_block_keys(job.dim).is_some_and(|block| job.keys.is_multiple_of(block));
+    let block = carry_block_keys(RowDims::of(job));
+    let whole = block.is_some_and(|block| job.keys.is_multiple_of(block));
     visibility(job) != KeyVisibility::All || !whole
 }
 
@@ -68,15 +71,16 @@ impl Chain {
     /// Whether `other` has the same queries and its chunks can be appended.
     pub fn can_join(&self, other: &Chain) -> bool {
         let (own, job) = (&self.first().job, &other.first().job);
-        let queries = |job: &Job| (job.batch, job.segments, job.queries, job.heads, job.dim);
+        let queries = |job: &Job| (job.batch, job.segments, job.queries, job.heads);
         let same_queries = Arc::ptr_eq(&self.q, &other.q)
             && self.dtype == other.dtype
             && queries(own) == queries(job)
+            && RowDims::of(own) == RowDims::of(job)
             && (&own.q, &own.cells, &own.k.heads) == (&job.q, &job.cells, &job.k.heads)
             && (own.scale, own.gain) == (job.scale, job.gain);
         let room = self.chunks.len() + other.chunks.len() <= MAX_CHUNKS;
         // The tiles of a job with ranges of keys are listed for it alone.
-        let plain = own.is_plain() && job.is_plain();
+        let plain = [own, job].into_iter().all(JobFeatures::is_causal_or_full);
         same_queries && room && plain && !(must_be_first(own) && must_be_first(job))
     }
 

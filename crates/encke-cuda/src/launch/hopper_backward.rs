@@ -4,20 +4,24 @@
 //! dQ to memory waits for a semaphore, so sums are bitwise repeatable; otherwise it does not wait.
 //! Nothing else differs.
 
+use std::f64::consts::LOG2_E;
 use std::sync::Arc;
 
 use cudarc::driver::DeviceRepr;
 use encke_core::DType;
 use encke_core::job::{Job, Operand};
 
-use super::hopper_backward_variants::{BackwardVariant, VARIANTS};
+use super::hopper_backward_variants::{BackwardMode, BackwardVariant};
+use super::hopper_ranges;
+use super::key_heads::{dq, heads, key_head_offsets, packed};
+use super::row_dims::RowDims;
 use super::{KernelValue, LaunchContext, grid};
 use crate::abi;
 use crate::allocation::DeviceAllocation;
 use crate::arguments::KernelArgument;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::masked_job::{JobFeatures, pieces_with_keys};
+use crate::masked_job::{JobFeatures, pieces, pieces_with_keys, slope_words};
 use crate::operands::{BackwardMemory, BackwardOperands, DeviceInputs, Rounds};
 use crate::program::Program;
 use crate::tensor_map::{self, Extents, TensorMap};
@@ -63,6 +67,7 @@ struct BackwardRows {
     end_blocks: u64,
     count_pieces: i32,
     pad: i32,
+    distances: u64,
 }
 
 // SAFETY: plain numbers in C layout; padding is an explicit field.
@@ -96,7 +101,12 @@ struct HopperBackward {
     key_rows: u64,
     end_blocks: u64,
     query_blocks: i32,
+    downwards_from: i32,
+    transform: [f32; 2],
+    query_position_step: i32,
     pad: i32,
+    slopes: u64,
+    distances: u64,
 }
 
 // SAFETY: plain numbers in C layout; padding is an explicit field.
@@ -109,8 +119,9 @@ pub(crate) struct BackwardLaunch {
     padded: usize,
     key_tiles: usize,
     tiles: usize,
-    /// Whether queries see ranges of keys rather than the first ones.
-    windowed: bool,
+    mode: BackwardMode,
+    /// The step of queries' positions; only slopes need it.
+    query_position_step: i32,
 }
 
 /// The tiling of a job; None if this kernel does not support it.
@@ -118,22 +129,39 @@ pub(crate) fn plan(device: &Device, job: &Job, dtype: DType) -> Option<BackwardL
     if device.capability() != CAPABILITY || !matches!(dtype, DType::Bf16 | DType::F16) {
         return None;
     }
-    plan_any_gpu(job)
+    plan_any_gpu(job, dtype)
 }
 
 /// The same without looking at the GPU.
-fn plan_any_gpu(job: &Job) -> Option<BackwardLaunch> {
-    let variant = VARIANTS.iter().find(|variant| job.dim <= variant.dim)?;
-    let (rows, keys) = (extents(job, job.queries), extents(job, job.keys));
-    let dout = cell_rows(&job.cells, job.dim);
-    let windowed = JobFeatures::only_ranges(job);
-    let supported = (windowed || job.is_plain())
+fn plan_any_gpu(job: &Job, dtype: DType) -> Option<BackwardLaunch> {
+    let dims = RowDims::of(job);
+    let features = JobFeatures::of(job);
+    let mode = BackwardMode {
+        windowed: JobFeatures::only_ranges(job),
+        scales_dq: gains(job, dtype).1 != 1.0,
+        softcap: features.softcap,
+        slopes: features.slopes,
+    };
+    let variant = BackwardVariant::choose(dims, mode)?;
+    let [query_position_step, _] = hopper_ranges::position_steps(job, &pieces(job))?;
+    let (rows, keys) = (
+        extents(job, dims.keys, job.queries),
+        extents(job, dims.keys, job.keys),
+    );
+    let (outs, values) = (
+        extents(job, dims.values, job.queries),
+        extents(job, dims.values, job.keys),
+    );
+    let dout = cell_rows(&job.cells, job.value_dim);
+    // TODO transform
+    let supported = (mode.windowed || JobFeatures::is_causal_or_full(job))
         && job.queries > 0
         && job.keys > 0
         && job.heads > 0
         && tensor_map::fits(&job.q, &rows)
-        && tensor_map::fits(&dout, &rows)
+        && tensor_map::fits(&dout, &outs)
         && tensor_map::fits(&job.k, &keys)
+        && tensor_map::fits(&job.values(), &values)
         && tensor_map::fits(dq(job), &rows);
     let key_tiles = job.keys.div_ceil(variant.keys);
     let tiles = key_tiles * heads(job).0.len() * job.segments * job.batch;
@@ -146,7 +174,8 @@ fn plan_any_gpu(job: &Job) -> Option<BackwardLaunch> {
         padded,
         key_tiles,
         tiles,
-        windowed,
+        mode,
+        query_position_step,
     })
 }
 
@@ -159,8 +188,11 @@ impl BackwardLaunch {
     /// Words of `control`: the semaphores, the first block of each tile of keys, and an end; with
     /// ranges of keys also the end of each tile's blocks, and the queries that see each key.
     fn control_words(&self, job: &Job) -> usize {
-        match self.windowed {
-            true => self.key_row_words(job) + 2 * self.key_tiles * self.variant.keys,
+        match self.mode.windowed {
+            true => {
+                let slopes = usize::from(self.mode.slopes);
+                self.distance_words(job) + slopes * self.key_tiles * self.variant.keys
+            }
             false => self.semaphore_words(job) + self.key_tiles + 1,
         }
     }
@@ -169,6 +201,11 @@ impl BackwardLaunch {
     fn key_row_words(&self, job: &Job) -> usize {
         let before = self.semaphore_words(job) + 2 * self.key_tiles + 1;
         before.next_multiple_of(2)
+    }
+
+    /// Words of `control` before the distances of keys, which slopes need.
+    fn distance_words(&self, job: &Job) -> usize {
+        self.key_row_words(job) + 2 * self.key_tiles * self.variant.keys
     }
 
     /// Words of `control` before the first blocks.
@@ -184,17 +221,13 @@ pub(crate) fn workspace_bytes(device: &Device, job: &Job, dtype: DType) -> usize
     })
 }
 
-fn extents(job: &Job, rows: usize) -> Extents {
+fn extents(job: &Job, dim: usize, rows: usize) -> Extents {
     Extents {
-        dim: job.dim,
+        dim,
         rows,
         segments: job.segments,
         batch: job.batch,
     }
-}
-
-fn dq(job: &Job) -> &Operand {
-    job.dq.as_ref().unwrap_or(&job.q)
 }
 
 /// Cells as rows of `dim` elements.
@@ -206,46 +239,6 @@ fn cell_rows(cells: &Operand, dim: usize) -> Operand {
         row: cells.row * dim,
         heads: cells.heads.iter().map(|head| head * dim).collect(),
     }
-}
-
-/// The offsets of the job's key heads, each once.
-fn key_head_offsets(job: &Job) -> Vec<usize> {
-    let mut offsets: Vec<usize> = Vec::new();
-    for &offset in job.k.heads.iter().take(job.heads) {
-        // Query heads that share a key head mostly follow each other.
-        if offsets.last() != Some(&offset) && !offsets.contains(&offset) {
-            offsets.push(offset);
-        }
-    }
-    offsets
-}
-
-/// The kernel's `key_heads` and `query_heads`.
-fn heads(job: &Job) -> (Vec<[i32; 2]>, Vec<[i32; 4]>) {
-    // Once for each operand: a unit takes a division for each head, and calls are short.
-    let operands =
-        [&job.q, &job.cells, dq(job)].map(|operand| (operand, tensor_map::unit(operand)));
-    let key_unit = tensor_map::unit(&job.k);
-    let (mut key_heads, mut query_heads) = (Vec::new(), Vec::with_capacity(job.heads));
-    for offset in key_head_offsets(job) {
-        let members = (0..job.heads).filter(|&head| job.k.heads[head] == offset);
-        key_heads.push([query_heads.len() as i32, (offset / key_unit) as i32]);
-        query_heads.extend(members.map(|head| {
-            let [q, cells, dq] =
-                operands.map(|(operand, unit)| (operand.heads[head] / unit) as i32);
-            [head as i32, q, cells, dq]
-        }));
-    }
-    (key_heads, query_heads)
-}
-
-/// A table of 32-bit integers, two in each of 64 bits.
-fn packed<const N: usize>(table: &[[i32; N]]) -> Vec<i64> {
-    let values: Vec<i32> = table.iter().flatten().copied().collect();
-    values
-        .chunks(2)
-        .map(|pair| i64::from(pair[0] as u32) | i64::from(pair[1]) << 32)
-        .collect()
 }
 
 /// Factors of dS, of dQ and dK, and of P.
@@ -261,18 +254,18 @@ fn gains(job: &Job, dtype: DType) -> (f64, f64, f64) {
     }
 }
 
-/// Whether a job adds to every element of buffers of `elements` key gradients exactly once.
-pub(crate) fn covers(job: &Job, elements: usize) -> bool {
-    let key_heads = key_head_offsets(job).len();
-    job.batch * job.segments * job.keys * key_heads * job.dim == elements
+/// Whether a job adds to every element of dk and dv, of so many elements, exactly once.
+pub(crate) fn covers(job: &Job, elements: [usize; 2]) -> bool {
+    let rows = job.batch * job.segments * job.keys * key_head_offsets(job).len();
+    [job.dim, job.value_dim].map(|dim| rows * dim) == elements
 }
 
 /// What is done with the sums of dK and dV: they are stored where that is as good as adding them to
 /// zeros, and rounded where the buffers are of the keys' type.
 fn stores(job: &Job, dtype: DType, memory: &BackwardMemory<'_>) -> Result<Stores> {
     let (dk, dv, of) = (&memory.dk, &memory.dv, memory.key_gradients);
-    let whole = [dk, dv].map(|memory| covers(job, memory.bytes() / of.bytes()));
-    let zeros = whole == [true; 2] && DeviceAllocation::take_all_pending_zero_fills([dk, dv]);
+    let whole = covers(job, [dk, dv].map(|memory| memory.bytes() / of.bytes()));
+    let zeros = whole && DeviceAllocation::take_all_pending_zero_fills([dk, dv]);
     match (zeros, of == dtype.sum()) {
         (false, true) => Ok(Stores::Added),
         (true, true) => Ok(Stores::Stored),
@@ -316,7 +309,7 @@ pub(crate) fn backward(
     let memory = gradients.into_memory(dtype, Rounds::Allowed)?;
     let mut params = context.tables.job(device, job)?;
     let mut pieces = None;
-    if launch.windowed {
+    if launch.mode.windowed {
         params.value.causal = 1; // rows see different keys
         let (words, count) = pieces_with_keys(job);
         pieces = Some((context.tables.get(device, words)?, count));
@@ -328,9 +321,8 @@ pub(crate) fn backward(
         params,
         pieces,
         program: {
-            let scales_dq = gains(job, dtype).1 != 1.0;
             let variant = &launch.variant;
-            variant.program(job.dim, dtype, launch.windowed, scales_dq)
+            variant.program(RowDims::of(job), dtype, launch.mode)
         },
         dense: DeviceAllocation::new(device, 8 * launch.rows(job))?,
         control: DeviceAllocation::new(device, 4 * launch.control_words(job))?,
@@ -365,11 +357,32 @@ impl HopperBackwardCall<'_> {
         self.control.pointer() + 4 * self.launch.semaphore_words(self.job) as u64
     }
 
-    /// The addresses of the ends of tiles' blocks, and of the queries that see each key.
-    fn ranges(&self) -> [u64; 2] {
+    /// The first tile whose blocks go from the last to the first (see hopper_backward.cuh): where a
+    /// mask is causal, sums are in a fixed order, and tiles are drawn so slowly that each follows
+    /// the one before it. The first tiles begin all at once.
+    fn downwards_from(&self, fixed_order: bool) -> usize {
+        let (job, launch) = (self.job, self.launch);
+        let all = self.context.device.multiprocessors() as usize;
+        let sequences = launch.tiles / launch.key_tiles;
+        let members = job.batch * job.segments * job.heads / sequences;
+        let causal = job.causal().is_some() && !launch.mode.windowed;
+        match fixed_order && causal && launch.key_tiles * members >= all {
+            true => all.next_multiple_of(launch.key_tiles),
+            false => i32::MAX as usize,
+        }
+    }
+
+    /// The addresses of the ends of tiles' blocks, of the queries that see each key, and of the
+    /// distances of keys.
+    fn ranges(&self) -> [u64; 3] {
         let (launch, control) = (self.launch, self.control.pointer());
         let ends = self.first_blocks() + 4 * (launch.key_tiles as u64 + 1);
-        [ends, control + 4 * launch.key_row_words(self.job) as u64]
+        let words = [
+            launch.key_row_words(self.job),
+            launch.distance_words(self.job),
+        ];
+        let [key_rows, distances] = words.map(|words| control + 4 * words as u64);
+        [ends, key_rows, distances]
     }
 
     /// Launches `backward_rows`, which prepares lse and delta.
@@ -378,7 +391,7 @@ impl HopperBackwardCall<'_> {
         let ([q, ..], [dout, lse, delta]) = (self.inputs, self.upstream);
         let (in_ds, _, of_p) = gains(self.job, self.dtype);
         let (dense_lse, dense_delta) = self.dense();
-        let [end_blocks, key_rows] = self.ranges();
+        let [end_blocks, key_rows, distances] = self.ranges();
         let params = BackwardRows {
             job: self.params.value,
             q: q.pointer(),
@@ -398,6 +411,7 @@ impl HopperBackwardCall<'_> {
             end_blocks,
             count_pieces: self.pieces.as_ref().map_or(0, |(_, count)| *count) as i32,
             pad: 0,
+            distances,
         };
         let function = device.function(&self.program, "backward_rows", 0)?;
         let mut reads = vec![q, dout, lse, delta];
@@ -422,9 +436,13 @@ impl HopperBackwardCall<'_> {
         let query_heads = tables.get(device, packed(&query_heads))?;
         let (dk, dv) = (&memory.dk, &memory.dv);
         let stores = stores(job, self.dtype, memory)?;
+        let slopes = slope_words(job).map(|words| tables.get(device, words));
+        let slopes = slopes.transpose()?;
+        let softcap = job.transform.as_ref().and_then(|of| of.softcap);
+        let softcap = softcap.unwrap_or(1.0);
         let (in_ds, of_sums, of_p) = gains(job, self.dtype);
         let (lse, delta) = self.dense();
-        let [end_blocks, key_rows] = self.ranges();
+        let [end_blocks, key_rows, distances] = self.ranges();
         let params = HopperBackward {
             job: self.params.value,
             dk: dk.pointer(),
@@ -438,7 +456,7 @@ impl HopperBackwardCall<'_> {
             key_tiles: launch.key_tiles as i32,
             padded: launch.padded as i32,
             fixed_order: fixed_order.into(),
-            exponent: (job.scale * std::f64::consts::LOG2_E) as f32,
+            exponent: (job.scale * LOG2_E) as f32,
             dp_gain: (job.gain * in_ds * of_p) as f32,
             dq_gain: of_sums as f32,
             dk_gain: of_sums as f32,
@@ -450,15 +468,21 @@ impl HopperBackwardCall<'_> {
             key_rows,
             end_blocks,
             query_blocks: (launch.padded / launch.variant.queries) as i32,
+            downwards_from: self.downwards_from(fixed_order) as i32,
+            transform: [softcap * LOG2_E, 2.0 * job.scale * LOG2_E / softcap].map(|x| x as f32),
+            query_position_step: launch.query_position_step,
             pad: 0,
+            slopes: slopes.as_ref().map_or(0, |table| table.pointer()),
+            distances,
         };
         let maps = self.maps(&memory.dq)?;
-        let shared = launch.variant.shared_bytes(job.dim, launch.windowed);
+        let shared = launch.variant.shared_bytes(RowDims::of(job), launch.mode);
         let function = device.function(&self.program, "hopper_backward", shared)?;
         let [q, k, v] = self.inputs;
         let mut reads = vec![q, k, v, self.upstream[0], &self.dense];
         reads.extend([&*key_heads, &*query_heads]);
         reads.extend(self.params.tables());
+        reads.extend(slopes.as_deref());
         let writes = [&*memory.dq, &**dk, &**dv, &self.control];
         let blocks = launch.tiles.min(device.multiprocessors() as usize);
         let shape = grid(blocks, THREADS, shared);
@@ -474,79 +498,40 @@ impl HopperBackwardCall<'_> {
     fn maps(&self, to: &DeviceAllocation) -> Result<[TensorMap; 5]> {
         let (job, variant, dtype) = (self.job, self.launch.variant, self.dtype);
         let ([q, k, v], [dout, ..]) = (self.inputs, self.upstream);
-        let cells = cell_rows(&job.cells, job.dim);
-        let queries = |dtype, memory: &DeviceAllocation, operand: &Operand| {
-            let extents = extents(job, job.queries);
+        let cells = cell_rows(&job.cells, job.value_dim);
+        let queries = |dtype, memory: &DeviceAllocation, operand: &Operand, dim| {
+            let extents = extents(job, dim, job.queries);
             tensor_map::encode(dtype, memory, operand, &extents, variant.queries)
         };
-        let keys = |memory: &DeviceAllocation| {
-            let extents = extents(job, job.keys);
-            tensor_map::encode(dtype, memory, &job.k, &extents, variant.keys)
+        let keys = |memory: &DeviceAllocation, operand: &Operand, dim| {
+            let extents = extents(job, dim, job.keys);
+            tensor_map::encode(dtype, memory, operand, &extents, variant.keys)
         };
         Ok([
-            queries(dtype, q, &job.q)?,
-            queries(dtype, dout, &cells)?,
-            keys(k)?,
-            keys(v)?,
-            queries(DType::F32, to, dq(job))?,
+            queries(dtype, q, &job.q, job.dim)?,
+            queries(dtype, dout, &cells, job.value_dim)?,
+            keys(k, &job.k, job.dim)?,
+            keys(v, &job.values(), job.value_dim)?,
+            queries(DType::F32, to, dq(job), job.dim)?,
         ])
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::key_heads::tests::job;
     use super::*;
-
-    fn operand(heads: &[usize]) -> Operand {
-        Operand {
-            offset: 0,
-            batch: 0,
-            segment: 0,
-            row: 512,
-            heads: heads.into(),
-        }
-    }
-
-    fn job(dim: usize) -> Job {
-        Job {
-            batch: 1,
-            segments: 1,
-            queries: 200,
-            keys: 300,
-            heads: 4,
-            dim,
-            value_dim: dim,
-            q: operand(&[0, 128, 256, 384]),
-            k: operand(&[128, 0, 128, 0]),
-            cells: operand(&[0, 1, 2, 3]),
-            dq: None,
-            mask: None,
-            transform: None,
-            dropout: None,
-            scale: 0.125,
-            gain: 1.0,
-            tiles: None,
-        }
-    }
-
-    #[test]
-    fn query_heads_are_grouped_by_key_head() {
-        let (key_heads, query_heads) = heads(&job(128));
-        assert_eq!(key_heads, [[0, 1], [2, 0]]);
-        assert_eq!(
-            query_heads,
-            [[0, 0, 0, 0], [2, 2, 2, 2], [1, 1, 1, 1], [3, 3, 3, 3]]
-        );
-        assert_eq!(packed(&[[1, -1]]), [-4_294_967_295]);
-    }
 
     #[test]
     fn jobs_are_tiled_by_keys_and_by_blocks_of_queries() {
-        let launch = plan_any_gpu(&job(128)).expect("a supported job");
+        let launch = plan_any_gpu(&job(128), DType::Bf16).expect("a supported job");
         assert_eq!((launch.tiles, launch.padded), (2 * 3, 256));
         assert_eq!(launch.semaphore_words(&job(128)), 2 + 4 * 4);
         assert_eq!(launch.control_words(&job(128)), 2 + 4 * 4 + 3 + 1);
-        assert!(plan_any_gpu(&job(264)).is_none(), "too wide");
-        assert!(plan_any_gpu(&job(60)).is_none(), "rows of 120 bytes");
+        assert!(plan_any_gpu(&job(264), DType::Bf16).is_none(), "too wide");
+        assert!(
+            plan_any_gpu(&job(60), DType::Bf16).is_none(),
+            "rows of 120 bytes"
+        );
     }
 }

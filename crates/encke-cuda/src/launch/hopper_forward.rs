@@ -1,18 +1,21 @@
 //! Attention forward on Hopper: bf16 and f16, with TMA and wgmma.
 
+use std::sync::Arc;
+
 use cudarc::driver::{DeviceRepr, PushKernelArg};
 use encke_core::DType;
-use encke_core::job::Job;
+use encke_core::job::{Job, Operand};
 
-use super::chain::Chain;
+use super::chain::{Chain, KvChunk};
 use super::hopper_ranges::{self, RangeTiles};
 use super::hopper_tiles::{self, KeyVisibility, TileParams};
 use super::hopper_tilings::{self, ForwardMode, MAX_CHUNKS, Tiling};
+use super::row_dims::RowDims;
 use super::{LaunchContext, grid};
 use crate::allocation::DeviceAllocation;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::masked_job::JobFeatures;
+use crate::masked_job::{JobFeatures, slope_words};
 use crate::operands::SoftmaxMemory;
 use crate::program::Program;
 use crate::tensor_map::{self, Extents, TensorMap};
@@ -20,8 +23,8 @@ use crate::tensor_map::{self, Extents, TensorMap};
 /// The compute capability: only Hopper has wgmma.
 const CAPABILITY: (i32, i32) = (9, 0);
 
-/// The programs that tests compile ahead of time: all tilings at their own head dimension and at
-/// one with padded rows, each macro with both values.
+/// The programs that tests compile ahead of time: all tilings at their own head dimensions and at
+/// others with padded rows, each macro with both values.
 pub(crate) fn programs() -> Vec<Program> {
     let mode = |dtype, causal, (load_carry, store_carry), negative| ForwardMode {
         dtype,
@@ -30,30 +33,48 @@ pub(crate) fn programs() -> Vec<Program> {
         store_carry,
         negative,
         windowed: false,
+        softcap: false,
+        slopes: false,
     };
     let (whole, first, last, middle) = ((false, false), (false, true), (true, false), (true, true));
     let mut all = Vec::new();
     for tiling in hopper_tilings::TILINGS {
         let full = |dtype, ends, negative| mode(dtype, false, ends, negative);
-        all.push(tiling.program(tiling.dim, full(DType::Bf16, whole, false)));
-        all.push(tiling.program(tiling.dim, full(DType::F16, middle, true)));
-        all.push(tiling.program(tiling.dim, full(DType::Bf16, last, false)));
+        all.push(tiling.program(tiling.dims, full(DType::Bf16, whole, false)));
+        all.push(tiling.program(tiling.dims, full(DType::F16, middle, true)));
+        all.push(tiling.program(tiling.dims, full(DType::Bf16, last, false)));
         if tiling.causal {
             let causal = |dtype, ends, negative| mode(dtype, true, ends, negative);
-            all.push(tiling.program(tiling.dim, causal(DType::Bf16, middle, false)));
-            all.push(tiling.program(tiling.dim, causal(DType::Bf16, first, false)));
-            all.push(tiling.program(tiling.dim - 16, causal(DType::F16, whole, true)));
-            all.push(tiling.program(tiling.dim - 16, causal(DType::F16, last, true)));
+            all.push(tiling.program(tiling.dims, causal(DType::Bf16, middle, false)));
+            all.push(tiling.program(tiling.dims, causal(DType::Bf16, first, false)));
+            all.push(tiling.program(tiling.dims.less(16), causal(DType::F16, whole, true)));
+            all.push(tiling.program(tiling.dims.less(16), causal(DType::F16, last, true)));
         }
         if hopper_ranges::supports(tiling) {
             let windowed = |dtype, ends, negative| ForwardMode {
                 windowed: true,
                 ..mode(dtype, true, ends, negative)
             };
-            all.push(tiling.program(tiling.dim, windowed(DType::Bf16, whole, false)));
-            all.push(tiling.program(tiling.dim, windowed(DType::F16, middle, true)));
-            all.push(tiling.program(tiling.dim - 16, windowed(DType::Bf16, first, false)));
-            all.push(tiling.program(tiling.dim - 16, windowed(DType::F16, last, false)));
+            all.push(tiling.program(tiling.dims, windowed(DType::Bf16, whole, false)));
+            all.push(tiling.program(tiling.dims, windowed(DType::F16, middle, true)));
+            all.push(tiling.program(tiling.dims.less(16), windowed(DType::Bf16, first, false)));
+            all.push(tiling.program(tiling.dims.less(16), windowed(DType::F16, last, false)));
+            for (softcap, slopes) in [(true, false), (false, true), (true, true)] {
+                let transformed = |dtype, ends| ForwardMode {
+                    softcap,
+                    slopes,
+                    ..windowed(dtype, ends, false)
+                };
+                all.push(tiling.program(tiling.dims, transformed(DType::Bf16, whole)));
+                all.push(tiling.program(tiling.dims, transformed(DType::F16, middle)));
+            }
+        }
+    }
+    for (keys, values) in [(64, 128), (128, 64)] {
+        let dims = RowDims { keys, values };
+        for tiling in hopper_tilings::candidates(dims, true, true) {
+            all.push(tiling.program(dims, mode(DType::Bf16, true, whole, false)));
+            all.push(tiling.program(dims, mode(DType::F16, true, last, true)));
         }
     }
     all
@@ -78,14 +99,16 @@ pub(crate) fn supports(device: &Device, job: &Job, dtype: DType) -> bool {
 
 /// Whether a job has a type, sizes and a layout that this kernel supports.
 fn is_laid_out(device: &Device, job: &Job, dtype: DType) -> bool {
-    let (q, k) = extents(job);
+    let [q, k, v] = extents(job);
+    let largest = RowDims::same(hopper_tilings::MAX_DIM);
     device.capability() == CAPABILITY
         && matches!(dtype, DType::Bf16 | DType::F16)
-        && job.dim <= hopper_tilings::MAX_DIM
+        && RowDims::of(job).fit(largest)
         && job.queries > 0
         && job.keys > 0
         && tensor_map::fits(&job.q, &q)
         && tensor_map::fits(&job.k, &k)
+        && tensor_map::fits(&job.values(), &v)
 }
 
 /// The tiling of a job whose further chunks have `rest` keys each; None if this kernel does not
@@ -106,11 +129,11 @@ fn plan(
         return Some(ForwardLaunch {
             tiling,
             causal: true,
-            tiles: tiles.of_list(ranges.entries.len(), ranges.step)?,
+            tiles: tiles.of_list(&ranges)?,
             ranges: Some(ranges),
         });
     }
-    if !job.is_plain() {
+    if !JobFeatures::is_causal_or_full(job) {
         return None;
     }
     let mask = match hopper_tiles::visibility(job) {
@@ -130,28 +153,32 @@ fn plan(
     })
 }
 
-/// The extents of q and k.
-fn extents(job: &Job) -> (Extents, Extents) {
-    let of = |rows| Extents {
-        dim: job.dim,
+/// The extents of q, k and v.
+fn extents(job: &Job) -> [Extents; 3] {
+    let of = |dim, rows| Extents {
+        dim,
         rows,
         segments: job.segments,
         batch: job.batch,
     };
-    (of(job.queries), of(job.keys))
+    [
+        of(job.dim, job.queries),
+        of(job.dim, job.keys),
+        of(job.value_dim, job.keys),
+    ]
 }
 
 /// Whether a job writes every cell of a carry's acc.
 fn fills(job: &Job, starts: bool, acc: &DeviceAllocation) -> bool {
     let cells = job.batch * job.segments * job.queries * job.heads;
-    let seen = job.is_plain() && job.visible(0).end > 0;
-    (starts || seen) && cells * job.dim * DType::F32.bytes() == acc.bytes()
+    let seen = JobFeatures::is_causal_or_full(job) && job.visible(0).end > 0;
+    (starts || seen) && cells * job.value_dim * DType::F32.bytes() == acc.bytes()
 }
 
 /// Whether a job finishes every cell of out, and so of lse.
 fn finishes_all(job: &Job, dtype: DType, out: &DeviceAllocation) -> bool {
     let cells = job.batch * job.segments * job.queries * job.heads;
-    job.is_plain() && cells * job.dim * dtype.bytes() == out.bytes()
+    JobFeatures::is_causal_or_full(job) && cells * job.value_dim * dtype.bytes() == out.bytes()
 }
 
 /// The kernel's `KvChunkMaps`.
@@ -168,19 +195,26 @@ impl KvChunkMaps {
     /// The maps of all chunks. Unused entries repeat the first: they must be valid maps.
     fn encode(chain: &Chain, tiling: &Tiling) -> Result<KvChunkMaps> {
         let first = chain.first();
-        let map = |memory: &DeviceAllocation, job: &Job| {
-            let (_, extents) = extents(job);
-            tensor_map::encode(chain.dtype, memory, &job.k, &extents, tiling.keys)
+        let map = |memory: &DeviceAllocation, operand: &Operand, extents: &Extents| {
+            tensor_map::encode(chain.dtype, memory, operand, extents, tiling.keys)
         };
-        let mut maps = KvChunkMaps {
-            k: [map(&first.k, &first.job)?; MAX_CHUNKS],
-            v: [map(&first.v, &first.job)?; MAX_CHUNKS],
+        let maps = |chunk: &KvChunk| -> Result<[TensorMap; 2]> {
+            let [_, k, v] = extents(&chunk.job);
+            let values = chunk.job.values();
+            Ok([
+                map(&chunk.k, &chunk.job.k, &k)?,
+                map(&chunk.v, &values, &v)?,
+            ])
+        };
+        let [k, v] = maps(first)?;
+        let mut all = KvChunkMaps {
+            k: [k; MAX_CHUNKS],
+            v: [v; MAX_CHUNKS],
         };
         for (at, chunk) in chain.rest().iter().enumerate() {
-            maps.k[at + 1] = map(&chunk.k, &chunk.job)?;
-            maps.v[at + 1] = map(&chunk.v, &chunk.job)?;
+            [all.k[at + 1], all.v[at + 1]] = maps(chunk)?;
         }
-        Ok(maps)
+        Ok(all)
     }
 }
 
@@ -199,6 +233,7 @@ pub(crate) fn forward(
         what: format!("a job of {dtype} that is not laid out for tensor maps"),
     })?;
     let params = context.tables.job(device, job)?;
+    let features = JobFeatures::of(job);
     let mode = ForwardMode {
         dtype,
         causal: plan.causal,
@@ -206,26 +241,31 @@ pub(crate) fn forward(
         store_carry: !memory.finishes,
         negative: job.scale < 0.0,
         windowed: plan.ranges.is_some(),
+        softcap: features.softcap,
+        slopes: features.slopes,
     };
     let list = plan.ranges.as_ref().map(RangeTiles::words);
     let list = list.map(|words| context.tables.get(device, words));
     let list = list.transpose()?;
-    let tiles = (plan.tiles).at(list.as_ref().map_or(0, |list| list.pointer()));
+    let slopes = slope_words(job).map(|words| context.tables.get(device, words));
+    let slopes = slopes.transpose()?;
+    let address = |table: &Option<Arc<DeviceAllocation>>| table.as_ref().map_or(0, |x| x.pointer());
+    let tiles = plan.tiles.at(address(&list), address(&slopes));
     let tiling = plan.tiling;
-    let dim = job.dim.next_multiple_of(16);
-    let shared = tiling.shared_bytes(dim, mode.uses_carry(), mode.windowed);
-    let program = tiling.program(job.dim, mode);
+    let dims = RowDims::of(job);
+    let shared = tiling.shared_bytes(dims, mode);
+    let program = tiling.program(dims, mode);
     let function = device.function(&program, "hopper_forward", shared)?;
     let blocks = tiles.blocks(device.multiprocessors() as usize);
     let shape = grid(blocks, tiling.threads(), shared);
 
-    let (q_extents, _) = extents(job);
+    let [q_extents, ..] = extents(job);
     let q_map = tensor_map::encode(dtype, &chain.q, &job.q, &q_extents, tiling.rows())?;
     let kv_maps = KvChunkMaps::encode(chain, tiling)?;
     let values = chain.first().v.pointer();
     let mut reads = chain.memory();
     reads.extend(params.tables());
-    reads.extend(list.as_deref());
+    reads.extend([&list, &slopes].into_iter().flatten().map(|table| &**table));
     reads.extend(memory.reads());
     let writes = memory.writes();
     if mode.store_carry && fills(job, memory.starts, writes[0]) {

@@ -4,7 +4,8 @@
 use encke_core::job::Job;
 
 use super::hopper_tilings::{self, Tiling};
-use crate::masked_job::{PieceRows, pieces};
+use super::row_dims::RowDims;
+use crate::masked_job::{JobFeatures, PieceRows, pieces};
 
 /// Rows, keys and steps times rows at most, so that the kernel's sums stay below 2³¹.
 const MOST: i64 = 1 << 28;
@@ -18,6 +19,8 @@ pub(crate) struct RangeTiles {
     pub entries: Vec<[i32; 12]>,
     /// By how many keys the range of a row lies after that of the row before.
     pub step: i32,
+    /// The steps of the positions of queries and of keys; only slopes need them.
+    pub position_steps: [i32; 2],
 }
 
 /// What a piece's rows see: row i from `start + i * step` to `end + i * step`, as far as there are
@@ -81,9 +84,33 @@ fn step(job: &Job, all: &[PieceRows]) -> Option<i64> {
     Some(found.unwrap_or(1))
 }
 
+/// The steps of positions; None if they differ, or if distances are too large for the kernel. A
+/// job without slopes needs no positions.
+pub(crate) fn position_steps(job: &Job, all: &[PieceRows]) -> Option<[i32; 2]> {
+    if !JobFeatures::of(job).slopes {
+        return Some([1, 1]);
+    }
+    let mut found = None;
+    for piece in all.iter().filter(|piece| !piece.keys.is_empty()) {
+        let band = &piece.band;
+        let steps = [band.query_step.max(1), band.key_step.max(1)];
+        let last = [
+            band.query + steps[0] * piece.queries.len(),
+            band.key + steps[1] * piece.keys.len(),
+        ];
+        if found.is_some_and(|other| other != steps) || last.iter().any(|&at| at as i64 > MOST) {
+            return None;
+        }
+        found = Some(steps);
+    }
+    let [query, key] = found.unwrap_or([1, 1]).map(i32::try_from);
+    Some([query.ok()?, key.ok()?])
+}
+
 /// Whether the kernel can compute the ranges of a job.
 pub(crate) fn fits(job: &Job) -> bool {
-    step(job, &pieces(job)).is_some()
+    let all = pieces(job);
+    step(job, &all).is_some() && position_steps(job, &all).is_some()
 }
 
 /// Whether a tiling has registers for ranges.
@@ -95,9 +122,10 @@ pub(crate) fn supports(tiling: &Tiling) -> bool {
 pub(crate) fn choose(job: &Job, carry: bool) -> Option<(&'static Tiling, RangeTiles)> {
     let all = pieces(job);
     let step = step(job, &all)?;
-    let tilings = hopper_tilings::candidates(job.dim, true, carry);
+    let tilings = hopper_tilings::candidates(RowDims::of(job), true, carry);
     let tiled = tilings.filter(|tiling| supports(tiling));
-    let tiled = tiled.map(|tiling| (tiling, RangeTiles::new(&all, step, tiling)));
+    let position_steps = position_steps(job, &all)?;
+    let tiled = tiled.map(|tiling| (tiling, RangeTiles::new(&all, step, position_steps, tiling)));
     tiled.min_by(|(x, of_x), (y, of_y)| {
         let cost = |tiling: &Tiling, tiles: &RangeTiles| tiles.cost(tiling);
         cost(x, of_x).total_cmp(&cost(y, of_y))
@@ -105,7 +133,7 @@ pub(crate) fn choose(job: &Job, carry: bool) -> Option<(&'static Tiling, RangeTi
 }
 
 impl RangeTiles {
-    fn new(all: &[PieceRows], step: i64, tiling: &Tiling) -> RangeTiles {
+    fn new(all: &[PieceRows], step: i64, position_steps: [i32; 2], tiling: &Tiling) -> RangeTiles {
         let mut entries = Vec::new();
         for piece in all {
             // A piece without keys may have any range, but its rows must be written.
@@ -121,6 +149,7 @@ impl RangeTiles {
         RangeTiles {
             entries,
             step: step as i32,
+            position_steps,
         }
     }
 
@@ -144,7 +173,8 @@ impl RangeTiles {
 
 /// The tile that begins at a row: the end of what it sees, the end of its blocks, how many of them
 /// are masked at the end, its first block; the first block that is not masked at the start, the end
-/// of its rows, its row, 0; the first key, all keys, and the first row's end and start.
+/// of its rows, its row, its position from that of the first key; the first key, all keys, and the
+/// first row's end and start.
 fn entry(
     piece: &PieceRows,
     range: &NarrowRange,
@@ -156,6 +186,10 @@ fn entry(
     let last = (row + tiling.rows()).min(piece.queries.end) - 1;
     let ahead = (row - piece.queries.start) as i64 * step;
     let (end, start) = (range.end + ahead, range.start + ahead);
+    // How far the position of the row lies after that of the piece's first key.
+    let rows = row - piece.queries.start;
+    let position = piece.band.query as i64 + (piece.band.query_step.max(1) * rows) as i64;
+    let distance = position - piece.band.key as i64;
     let down = (last - row) as i64 * step;
     let clamp = |key: i64| key.clamp(0, all);
     let (keys, first) = (clamp(end + down), clamp(start));
@@ -174,7 +208,7 @@ fn entry(
         low,
         piece.queries.end as i64,
         row as i64,
-        0,
+        distance,
         piece.keys.start as i64,
         all,
         end,

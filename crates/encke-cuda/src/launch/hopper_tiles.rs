@@ -1,9 +1,12 @@
 //! The tiles of one job under a tiling as a kernel argument: their number, their order, and the
 //! mask, all in 32-bit integers.
 
+use std::f64::consts::LOG2_E;
+
 use cudarc::driver::DeviceRepr;
 use encke_core::job::{Band, Job};
 
+use super::hopper_ranges::RangeTiles;
 use super::hopper_tilings::{MAX_CHUNKS, Tiling};
 use crate::tensor_map;
 
@@ -67,7 +70,7 @@ fn narrow(mask: &Band, queries: usize) -> Option<NarrowMask> {
 
 /// The kernel's `TileParams`.
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct TileParams {
     count: u32,
     row_tiles: i32,
@@ -81,6 +84,12 @@ pub(crate) struct TileParams {
     chunk_starts: [i32; MAX_CHUNKS],
     /// The device address of the tiles of a job with ranges of keys.
     list: u64,
+    /// The device address of the slopes of the heads.
+    slopes: u64,
+    position_steps: [i32; 2],
+    /// In base 2: the scale, the cap, and twice the scale over the cap.
+    transform: [f32; 3],
+    pad: i32,
 }
 
 // SAFETY: plain numbers in C layout, no padding.
@@ -110,9 +119,12 @@ impl TileParams {
         head_offsets.sort_unstable();
         head_offsets.dedup();
         let heads_per_kv = job.heads / head_offsets.len().max(1);
-        let kv_heads_in_l2 = CACHE_BYTES / (4 * keys * job.dim).max(1);
+        let kv_heads_in_l2 = CACHE_BYTES / (2 * keys * (job.dim + job.value_dim)).max(1);
         let (q_shift, q_inverse) = inverse(tensor_map::unit(&job.q));
         let (k_shift, k_inverse) = inverse(tensor_map::unit(&job.k));
+        let transform = job.transform.as_ref();
+        let softcap = transform.and_then(|of| of.softcap).unwrap_or(1.0);
+        let scale = job.scale.abs() * LOG2_E;
         let mask = mask.map_or([0, 0, 1], |mask| {
             [mask.lead, mask.query_step, mask.key_step]
         });
@@ -128,24 +140,33 @@ impl TileParams {
             k_inverse,
             chunk_starts,
             list: 0,
+            slopes: 0,
+            position_steps: [1, 1],
+            transform: [scale, softcap * LOG2_E, 2.0 * scale / softcap].map(|x| x as f32),
+            pad: 0,
         })
     }
 
-    /// The same for `count` listed tiles of each sequence, whose ranges move by `step` keys a row;
-    /// None if their number overflows.
-    pub fn of_list(self, count: usize, step: i32) -> Option<TileParams> {
+    /// The same for listed tiles of each sequence; None if their number overflows.
+    pub fn of_list(self, ranges: &RangeTiles) -> Option<TileParams> {
+        let count = ranges.entries.len();
         let all = i32::try_from(count.checked_mul(self.sequences as usize)?).ok()?;
         Some(TileParams {
             count: all as u32,
             row_tiles: i32::try_from(count).ok()?,
-            mask: [0, step, 1],
+            mask: [0, ranges.step, 1],
+            position_steps: ranges.position_steps,
             ..self
         })
     }
 
-    /// The same with the list at this address.
-    pub fn at(self, list: u64) -> TileParams {
-        TileParams { list, ..self }
+    /// The same with the list and the slopes at these addresses.
+    pub fn at(self, list: u64, slopes: u64) -> TileParams {
+        TileParams {
+            list,
+            slopes,
+            ..self
+        }
     }
 
     /// Blocks of the persistent grid.

@@ -7,21 +7,22 @@
 use encke_core::DType;
 use encke_core::job::Job;
 
+use super::row_dims::RowDims;
 use crate::program::Program;
 use crate::wgmma::Wgmma;
 
 /// Rows of a warpgroup.
 const GROUP_ROWS: usize = 64;
-/// The largest head dimension.
+/// The longest rows.
 pub(crate) const MAX_DIM: usize = 256;
 /// Chunks of keys of one launch at most: as many as fit into the 4 KiB of kernel arguments.
 pub(crate) const MAX_CHUNKS: usize = 13;
 
-/// A tiling of the kernel for head dimensions up to `dim`.
+/// A tiling of the kernel for rows up to `dims`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Tiling {
-    /// The largest head dimension.
-    pub dim: usize,
+    /// The largest rows.
+    pub dims: RowDims,
     /// Consumer warpgroups.
     pub consumers: usize,
     /// Keys of a block.
@@ -48,9 +49,17 @@ pub(crate) struct Tiling {
     pub overhead: usize,
 }
 
+/// Rows of one length.
+const fn both(dim: usize) -> RowDims {
+    RowDims {
+        keys: dim,
+        values: dim,
+    }
+}
+
 /// The common values of the tilings.
 const COMMON: Tiling = Tiling {
-    dim: 0,
+    dims: both(0),
     consumers: 2,
     keys: 128,
     stages: 2,
@@ -72,38 +81,45 @@ const STAGED: Tiling = Tiling {
     ..COMMON
 };
 
-/// All tilings, by head dimension.
+/// All tilings, by the lengths of rows.
 pub(crate) const TILINGS: &[Tiling] = &[
     Tiling {
-        dim: 64,
+        dims: both(64),
         consumers: 3,
         registers: (32, 160),
         ..STAGED
     },
     Tiling {
-        dim: 64,
+        dims: both(64),
         rate: 0.87,
         ..STAGED
     },
     Tiling {
-        dim: 128,
+        dims: both(128),
         q_registers: true,
         rate: 0.99,
         ..STAGED
     },
     Tiling {
-        dim: 128,
+        dims: both(128),
         keys: 176,
         causal: false,
         ..COMMON
     },
     Tiling {
-        dim: 192,
+        dims: RowDims {
+            keys: 192,
+            values: 128,
+        },
+        ..COMMON
+    },
+    Tiling {
+        dims: both(192),
         keys: 112,
         ..COMMON
     },
     Tiling {
-        dim: 256,
+        dims: both(256),
         keys: 64,
         ..COMMON
     },
@@ -123,6 +139,9 @@ pub(crate) struct ForwardMode {
     pub negative: bool,
     /// Whether rows see ranges of keys rather than the first ones; `causal` is set too.
     pub windowed: bool,
+    /// Whether scores are capped, and whether they have slopes; `windowed` is set too.
+    pub softcap: bool,
+    pub slopes: bool,
 }
 
 impl ForwardMode {
@@ -174,6 +193,11 @@ impl Tiling {
         (self.consumers as u32 + 1) * 128
     }
 
+    /// Whether queries are kept in registers: caps of scores need some of them.
+    fn keeps_queries(&self, mode: ForwardMode) -> bool {
+        self.q_registers && !mode.softcap
+    }
+
     /// Stages for tiles of queries. Where sums need room and queries are in registers, one is
     /// enough.
     fn q_stages(&self, carry: bool) -> usize {
@@ -184,28 +208,31 @@ impl Tiling {
         }
     }
 
-    /// Shared memory of a block for a head dimension, as hopper_tiles.cuh lays it out.
-    pub fn shared_bytes(&self, dim: usize, carry: bool, windowed: bool) -> usize {
-        let (slab, q_stages) = (dim.div_ceil(64) * 128, self.q_stages(carry));
-        let tiles = q_stages * self.rows() + 2 * self.stages * self.keys;
+    /// Shared memory of a block for rows of these lengths, as hopper_tiles.cuh lays it out.
+    pub fn shared_bytes(&self, dims: RowDims, mode: ForwardMode) -> usize {
+        let carry = mode.uses_carry();
+        let (slabs, q_stages) = (dims.slabs(), self.q_stages(carry));
+        let queries = q_stages * self.rows() * slabs.longest();
+        let tiles = queries + self.stages * self.keys * (slabs.keys + slabs.values);
         let staged = carry && self.staged;
         let arrivals = if staged { self.consumers * 4 + 2 } else { 0 };
         let barriers = 8 * (2 * q_stages + 6 * self.stages + 4 + arrivals);
-        let descriptors = 16 * self.stages + 2 * if windowed { 64 } else { 48 };
+        let descriptor = 48 + 16 * (usize::from(mode.windowed) + usize::from(mode.slopes));
+        let descriptors = 16 * self.stages + 2 * descriptor;
         let sums = if staged {
-            self.rows() * (dim.next_multiple_of(16) * 4 + 16)
+            self.rows() * (dims.in_steps().values * 4 + 16)
         } else {
             0
         };
-        tiles * slab + sums + descriptors + barriers
+        tiles * 128 + sums + descriptors + barriers
     }
 
-    /// The program for a head dimension.
-    pub fn program(&self, dim: usize, mode: ForwardMode) -> Program {
+    /// The program for rows of these lengths.
+    pub fn program(&self, dims: RowDims, mode: ForwardMode) -> Program {
         let mut program = Program::new("hopper_forward", TEXTS).stored(mode.dtype);
         program.specific = true;
         let macros = [
-            ("HD", dim.next_multiple_of(16)),
+            ("HD", dims.in_steps().keys),
             ("CONSUMERS", self.consumers),
             ("KEYS", self.keys),
             ("STAGES", self.stages),
@@ -219,17 +246,23 @@ impl Tiling {
             ("NEGATIVE", mode.negative.into()),
             ("LAZY", 1),
             ("POLYNOMIAL", 0),
-            ("Q_REGISTERS", self.q_registers.into()),
+            ("Q_REGISTERS", self.keeps_queries(mode).into()),
             ("PRODUCER_REGISTERS", self.registers.0),
             ("CONSUMER_REGISTERS", self.registers.1),
         ];
-        let program = macros.iter().fold(program, |program, (name, value)| {
+        let mut program = macros.iter().fold(program, |program, (name, value)| {
             program.define(name, value)
         });
-        match mode.windowed {
-            true => program.define("WINDOWED", 1),
-            false => program,
+        if dims.differ() {
+            program = program.define("VD", dims.in_steps().values);
         }
+        let present = [
+            ("WINDOWED", mode.windowed),
+            ("SOFTCAP", mode.softcap),
+            ("SLOPES", mode.slopes),
+        ];
+        let present = present.iter().filter(|(_, present)| *present);
+        present.fold(program, |program, (name, _)| program.define(name, 1))
     }
 
     /// The estimated makespan of a job with `rest` further keys that all its rows see, in keys
@@ -261,17 +294,19 @@ impl Tiling {
     }
 }
 
-/// The tilings for a head dimension; for a carry, those with room for its sums, if there are any.
+/// The tilings for rows of these lengths; for a carry, those with room for its sums, if there are
+/// any.
 pub(crate) fn candidates(
-    dim: usize,
+    dims: RowDims,
     causal: bool,
     carry: bool,
 ) -> impl Iterator<Item = &'static Tiling> {
-    let supported = move |tiling: &&Tiling| dim <= tiling.dim && (tiling.causal || !causal);
-    let smallest = TILINGS.iter().filter(supported).map(|x| x.dim).min();
+    let supported = move |tiling: &&Tiling| dims.fit(tiling.dims) && (tiling.causal || !causal);
+    let size = |tiling: &Tiling| (tiling.dims.keys, tiling.dims.values);
+    let smallest = TILINGS.iter().filter(supported).map(size).min();
     let all = move || {
         let all = TILINGS.iter().filter(supported);
-        all.filter(move |x| Some(x.dim) == smallest)
+        all.filter(move |x| Some(size(x)) == smallest)
     };
     let staged = carry && all().any(|x| x.staged);
     all().filter(move |x| x.staged || !staged)
@@ -285,15 +320,17 @@ pub(crate) fn choose(
     carry: bool,
     multiprocessors: usize,
 ) -> Option<&'static Tiling> {
-    candidates(job.dim, causal, carry).min_by(|x, y| {
+    candidates(RowDims::of(job), causal, carry).min_by(|x, y| {
         let makespan = |tiling: &Tiling| tiling.makespan(job, rest, causal, multiprocessors);
         makespan(x).total_cmp(&makespan(y))
     })
 }
 
 /// Keys of a block in every tiling for a carry: chunks after the first are multiples of it.
-pub(crate) fn carry_block_keys(dim: usize) -> Option<usize> {
-    candidates(dim, true, true).map(|tiling| tiling.keys).next()
+pub(crate) fn carry_block_keys(dims: RowDims) -> Option<usize> {
+    candidates(dims, true, true)
+        .map(|tiling| tiling.keys)
+        .next()
 }
 
 #[cfg(test)]
@@ -305,7 +342,17 @@ mod tests {
     fn every_tiling_fits_into_a_multiprocessor() {
         for tiling in TILINGS {
             for carry in [false, true] {
-                let bytes = tiling.shared_bytes(tiling.dim, carry, true);
+                let mode = ForwardMode {
+                    dtype: DType::Bf16,
+                    causal: true,
+                    load_carry: carry,
+                    store_carry: carry,
+                    negative: false,
+                    windowed: true,
+                    softcap: true,
+                    slopes: true,
+                };
+                let bytes = tiling.shared_bytes(tiling.dims, mode);
                 assert!(bytes <= 227 * 1024, "{tiling:?}: {bytes}");
             }
             // The block gets its registers at its start, in multiples of eight per thread.
@@ -320,14 +367,14 @@ mod tests {
     #[test]
     fn short_jobs_get_tiles_that_fill_the_gpu() {
         let mut short = job(2048, 2048, 16, None);
-        short.dim = 64;
+        (short.dim, short.value_dim) = (64, 64);
         // 176 tiles of 192 rows are two rounds of 132, as 256 tiles of 128 rows are.
         assert_eq!(
             choose(&short, 0, false, false, 132).map(Tiling::rows),
             Some(128)
         );
         let mut long = job(65_536, 65_536, 16, None);
-        long.dim = 64;
+        (long.dim, long.value_dim) = (64, 64);
         assert_eq!(
             choose(&long, 0, false, false, 132).map(Tiling::rows),
             Some(192)
@@ -343,11 +390,14 @@ mod tests {
     fn all_tilings_for_a_carry_have_the_same_block_size() {
         for dim in (16..=MAX_DIM).step_by(16) {
             for causal in [false, true] {
-                let mut all = candidates(dim, causal, true);
-                assert!(all.all(|tiling| Some(tiling.keys) == carry_block_keys(dim)));
+                for values in (16..=MAX_DIM).step_by(16) {
+                    let dims = RowDims { keys: dim, values };
+                    let mut all = candidates(dims, causal, true);
+                    assert!(all.all(|tiling| Some(tiling.keys) == carry_block_keys(dims)));
+                }
             }
         }
-        assert_eq!(carry_block_keys(MAX_DIM + 16), None);
+        assert_eq!(carry_block_keys(RowDims::same(MAX_DIM + 16)), None);
     }
 
     #[test]

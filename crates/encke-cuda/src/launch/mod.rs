@@ -10,9 +10,11 @@ pub(crate) mod hopper_forward;
 mod hopper_ranges;
 mod hopper_tiles;
 mod hopper_tilings;
+mod key_heads;
 pub(crate) mod mma;
 pub(crate) mod mma_tiles;
 pub(crate) mod plain;
+mod row_dims;
 pub(crate) mod split;
 pub(crate) mod split_tilings;
 

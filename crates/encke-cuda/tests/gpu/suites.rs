@@ -26,11 +26,9 @@ pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKerne
         dropped_values: false,
         ..KernelSuite::default()
     };
-    // Windows and documents are computed by the fastest family that can; everything else that masks
-    // have, by mma.sync alone, and its suite tests it.
+    // Windows, documents, transformed scores and values of another width are computed by the fastest
+    // family that can; dropout by mma.sync alone, and its suite tests it.
     let mixed = KernelSuite {
-        transforms: false,
-        value_dims: false,
         dropout: false,
         // Hopper cuts tiles of keys where the job's rows say, not where documents begin.
         document_bits: false,
@@ -39,7 +37,6 @@ pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKerne
     let even = KernelSuite {
         dims: ALIGNED,
         masks: false,
-        value_dims: false,
         dropout: false,
         ..usual
     };
