@@ -14,6 +14,7 @@ from torch import Tensor
 
 from encke import _cuda, _encke
 from encke._gpu_mixing import GpuMixing, add_terms
+from encke._readable import copied, is_empty, nothing, sinks_of_nothing
 from encke.options import Options, find
 
 _DTYPES = {
@@ -26,7 +27,10 @@ _DTYPES = {
 
 def computed_in(q: Tensor, precision: Optional[str]) -> torch.dtype:
     """The type in which a call computes, and in which it returns."""
-    return q.dtype if precision is None else _DTYPES[precision]
+    if precision is None:
+        return q.dtype
+    short = precision.removeprefix("torch.")
+    return _DTYPES.get(short) or getattr(torch, short)
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -51,6 +55,19 @@ def forward(
     found: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor] = None
 ) -> tuple[Any, ...]:
     """out and lse of all ranks on one GPU, and two None where the cpu has results by slot."""
+    try:
+        return _forward(found, q, k, v, sinks)
+    except ValueError as error:
+        if is_empty(q, k, v):
+            of = None if sinks is None else sinks.tolist()
+            return *nothing(q, v, of, found.precision), None, None
+        copies = copied(error, q, k, v)
+    return _forward(found, *copies, sinks)
+
+
+def _forward(
+    found: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor]
+) -> tuple[Any, ...]:
     if sinks is not None and found.splits_slots:
         raise ValueError(
             "sinks and branches with a softmax of their own (detached mixing, fkodom) do not go "
@@ -71,6 +88,28 @@ def backward(
     sinks: Optional[Tensor] = None,
 ) -> tuple[Any, ...]:
     """dq, dk, dv and, with sinks, their gradient; ``saved`` begins with out and lse, or None."""
+    try:
+        return _backward(found, q, k, v, saved, dout, dlse, sinks)
+    except ValueError as error:
+        if is_empty(q, k, v):
+            of = None if sinks is None else sinks.tolist()
+            of = sinks_of_nothing(dlse, of)
+            dsinks = None if sinks is None else sinks.new_tensor(of)
+            return *(torch.zeros_like(x) for x in (q, k, v)), dsinks
+        q, k, v, dout, dlse, *saved = copied(error, q, k, v, dout, dlse, *saved)
+    return _backward(found, q, k, v, saved, dout, dlse, sinks)
+
+
+def _backward(
+    found: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: Any,
+    dout: Tensor,
+    dlse: Optional[Tensor],
+    sinks: Optional[Tensor],
+) -> tuple[Any, ...]:
     out, lse = saved[:2]
     if out is None:
         out, lse, _, _ = forward(found, q, k, v, sinks)

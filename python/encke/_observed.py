@@ -115,11 +115,6 @@ def _is_jvp() -> bool:
 def dispatched(call: Callable[..., Any], **given: Any) -> Any:
     """An operator's call, with a sentence for classes of tensors that have no rule for it."""
     refuse_tangents(**given)
-    if "q_local" in given and _transforms():
-        raise NotImplementedError(
-            "encke.distributed.ring_attention does not run under transforms of torch.func (grad, "
-            "vjp, vmap); use autograd: torch.autograd.grad, or backward()"
-        )
     try:
         return call()
     except (RuntimeError, TypeError) as error:

@@ -22,7 +22,7 @@ def forward(found: Any, q: Any, k: Any, v: Any, sinks: Any = None) -> tuple[Any,
         return found.forward(q, k, v, sinks)
     except ValueError as error:
         if is_empty(q, k, v):
-            return *_nothing(q, k, v, sinks), None, None
+            return *nothing(q, v, sinks, found.precision), None, None
         copies = copied(error, q, k, v)
     return found.forward(*copies, sinks)
 
@@ -35,7 +35,7 @@ def backward(
         return found.backward(q, k, v, saved, dout, dlse, sinks)
     except ValueError as error:
         if is_empty(q, k, v):
-            return *(_full(x, x.shape, 0.0) for x in (q, k, v)), _of_sinks(dlse, sinks)
+            return *(_full(x, x.shape, 0.0) for x in (q, k, v)), sinks_of_nothing(dlse, sinks)
         q, k, v, dout, dlse, *saved = copied(error, q, k, v, dout, dlse, *saved)
     return found.backward(q, k, v, tuple(saved), dout, dlse, sinks)
 
@@ -90,21 +90,34 @@ def is_empty(q: Any, k: Any, v: Any) -> bool:
     return fitting and q.shape[3] == k.shape[3] and bool(of_keys) and heads % of_keys == 0
 
 
-def _nothing(q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
+_LONG = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+
+
+def nothing(q: Any, v: Any, sinks: Any, precision: Optional[str]) -> tuple[Any, Any]:
     """out and lse of queries that see no key."""
     out = _full(q, (*q.shape[:3], v.shape[3]), 0.0)
-    sums = out if str(q.dtype).endswith("64") else _single(out)
+    if precision is not None:
+        name = _LONG[precision]
+        out = out.astype(name) if isinstance(out, numpy.ndarray) else out.to(_torch_type(name))
+    sums = out if str(out.dtype).endswith("64") else _single(out)
     lse = _full(sums, tuple(q.shape[:3]), -math.inf)
     if sinks is not None:
         lse[...] = lse.new_tensor(sinks) if hasattr(lse, "new_tensor") else numpy.array(sinks)
     return out, lse
 
 
+def _torch_type(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
+
+
 def _single(tensor: Any) -> Any:
     return tensor.astype("float32") if isinstance(tensor, numpy.ndarray) else tensor.float()
 
 
-def _of_sinks(dlse: Any, sinks: Any) -> Optional[list[float]]:
+def sinks_of_nothing(dlse: Any, sinks: Any) -> Optional[list[float]]:
+    """The gradient of the sinks of queries that see no key."""
     if sinks is None:
         return None
     if dlse is None:

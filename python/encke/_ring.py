@@ -6,15 +6,18 @@ error on all of them. A failure of this rank is reported to the others before it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from encke import _cuda, _encke, _gpu
 from encke._gpu_mixing import GpuMixing, is_needed
@@ -80,6 +83,8 @@ class Ring(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor] = None
     ) -> tuple[Any, ...]:
         """out, lse, and both by slot where branches keep slots of their own."""
+        if self._is_empty(q):
+            return *_gpu.outputs(q, v, self.precision), None, None
         with self.wire.reporting:
             if not q.is_cuda:
                 call = self.wire.call(f"forward {self.description}", q.device)
@@ -92,6 +97,10 @@ class Ring(NamedTuple):
     def backward(self, *saved: Optional[Tensor], dout: Tensor, dlse: Optional[Tensor]) -> Any:
         """dq, dk, dv, and this rank's share of the gradient of the sinks, which are saved last."""
         q, k, v, out, lse, *_, sinks = saved
+        if self._is_empty(q):
+            kind = _gpu.computed_in(q, self.precision)
+            of_rows = (torch.zeros(x.shape, dtype=kind, device=x.device) for x in (q, k, v))
+            return *of_rows, None if sinks is None else torch.zeros_like(sinks)
         with self.wire.reporting:
             if not q.is_cuda:
                 call = self.wire.call(f"backward {self.description}", q.device)
@@ -104,6 +113,10 @@ class Ring(NamedTuple):
             mixing = self._mixing()
             run = self.differentiate if mixing is None else mixing.backward
             return *run(*inputs), _gpu.sink_gradient(sinks, out, lse, dout, dlse)
+
+    def _is_empty(self, q: Tensor) -> bool:
+        """Whether no rank has a query, so that nothing is computed or sent."""
+        return not (self.queries and q.shape[0])
 
     def _mixing(self) -> Optional[GpuMixing]:
         if not is_needed(self.options):
@@ -200,7 +213,23 @@ def refuse_on_all(group: Optional[dist.ProcessGroup], refusal: Exception) -> Non
         raise refusal
     wire = wire_of(group)
     wire.check()
-    agree(wire, {}, (-1, -1), refusal)
+    # Whatever looks at the rank's operators has nothing to do with its messages.
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        agree(wire, {}, (-1, -1), refusal)
+
+
+@contextlib.contextmanager
+def refusing_on_all(group: Optional[dist.ProcessGroup]) -> Iterator[None]:
+    """A call that this rank may refuse before it takes part in the ranks' agreement, for which the
+    others wait: it is refused on all of them then."""
+    wire = wire_of(group)
+    before = wire.agreements
+    try:
+        yield
+    except Exception as error:
+        if wire.agreements == before:
+            refuse_on_all(group, error)
+        raise
 
 
 def agreed(
@@ -211,6 +240,7 @@ def agreed(
 ) -> Ring:
     """The ring for a call, once all ranks have made the same request."""
     wire.check()
+    wire.agreements += 1
     rows = tuple(x.shape[1] if x.dim() == 4 else -1 for x in given[:2])
     shapes = tuple((*x.shape[:1], *x.shape[2:]) for x in given)
     key = (request, shapes, rows, given[0].dtype, given[0].device)
@@ -241,6 +271,8 @@ def _check_queries(request: Request, queries: tuple[int, ...], every: tuple[int,
         raise ValueError(
             f"query_tokens is {request.query_tokens}, but the ranks have {total} queries"
         )
+    if not total:
+        return
     if total > tokens:
         raise ValueError(f"the ranks have {total} queries, but only {tokens} keys")
     first = tokens - total if request.options.query_offset is None else request.options.query_offset
@@ -267,8 +299,10 @@ def ring_of(
     those of all ranks.
     """
     options = request.options
-    shard = shard_of(wire, options, every)
     q, k, v = given
+    if not (queries and q.shape[0]):
+        return _empty_ring(wire, given, request, every, queries)
+    shard = shard_of(wire, options, every)
     if q.is_cuda and (0 in every or options.mode == "fkodom" or options.checkpoint != "keep"):
         raise ValueError(
             'on GPUs every rank must have rows, mode="fkodom" is not computed and checkpoint must '
@@ -284,6 +318,23 @@ def ring_of(
     shard.check(shape, options.precision or str(q.dtype))
     description = json.dumps([_describe(given, request), every, queries], default=str)
     return Ring(wire, shard, every, queries, options, description)
+
+
+def _empty_ring(
+    wire: Wire,
+    given: tuple[Tensor, ...],
+    request: Request,
+    every: tuple[int, ...],
+    queries: int,
+) -> Ring:
+    """The ring of a call without queries: its options must be right all the same."""
+    heads, of_keys = given[0].shape[2], given[1].shape[2]
+    if not of_keys or heads % of_keys:
+        raise ValueError(f"{heads} heads cannot share {of_keys} key heads equally")
+    # No sharding and no document has a token.
+    options = request.options._replace(sharding="contiguous", documents=None)
+    shard = shard_of(wire, options, (1,) * wire.size)
+    return Ring(wire, shard, every, queries, request.options, "")
 
 
 def _describe(given: tuple[Tensor, ...], request: Request) -> dict[str, Any]:

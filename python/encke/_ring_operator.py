@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from encke._observed import refuse_second_order
+from encke import _rules
+from encke._observed import refuse_second_order, transformed
 from encke._readable import readable
 from encke._ring import Request, Ring, agreed, ring_of
 from encke._torch import (
@@ -66,7 +67,8 @@ def as_operator(
     request: Request,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's rows, as one operator of the graph."""
-    out, lse, *_ = _operator(*qkv, *_arguments(given, group, request))
+    operator = _Transformed.apply if _is_transformed() else _operator
+    out, lse, *_ = operator(*qkv, *_arguments(given, group, request))
     return out, lse
 
 
@@ -90,7 +92,8 @@ def backward_as_operator(
     )
     kept = [dout.new_empty(0) if x is None else x for x in tensors]
     arguments = _arguments(given, ring.wire.group, request)
-    *gradients, dsinks = _backward_operator(*kept, _rows(ring), dout, dlse, *arguments)
+    operator = _TransformedBackward.apply if transformed() else _backward_operator
+    *gradients, dsinks = operator(*kept, _rows(ring), dout, dlse, *arguments)
     return *gradients, None if sinks is None else dsinks
 
 
@@ -232,11 +235,47 @@ def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, *_: Any) -> tuple[Any, 
     given = (dout, dlse if ctx.with_lse else None)
     kept = ctx.saved_tensors
     saved, tensors = kept[:8], kept[8:]
-    *gradients, dsinks = _backward_operator(*saved, *given, *tensors, *ctx.flat)
+    operator = _TransformedBackward.apply if _is_transformed() else _backward_operator
+    *gradients, dsinks = operator(*saved, *given, *tensors, *ctx.flat)
     converted = (gradient.to(x.dtype) for gradient, x in zip(gradients, saved))
     of_sinks = None if tensors[0] is None else dsinks
     return *converted, of_sinks, *(None,) * (_TENSOR_COUNT - 1 + len(ctx.flat))
 
 
+def _is_transformed() -> bool:
+    return not torch.compiler.is_compiling() and transformed()
+
+
 torch.library.register_autograd("encke::ring_attention", _differentiate, setup_context=_setup)
 _backward_operator.register_autograd(refuse_second_order)
+
+# The tensors with rows of each operator, as in `_rules`; all ranks map over as many.
+_FORWARD_ROWS, _BACKWARD_ROWS = 3, 10
+_operator.register_vmap(_rules.vmapped(_operator, _FORWARD_ROWS, _TENSOR_COUNT))
+_backward_operator.register_vmap(
+    _rules.vmapped(_backward_operator, _BACKWARD_ROWS, _TENSOR_COUNT)
+)
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator under torch.func, which takes only autograd functions of this form."""
+
+    forward = staticmethod(lambda *given: _operator(*given))
+    setup_context = staticmethod(_setup)
+    backward = staticmethod(_differentiate)
+
+    @staticmethod
+    def vmap(*given: Any) -> Any:
+        return _rules.vmapped(_Transformed.apply, _FORWARD_ROWS, _TENSOR_COUNT)(*given)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The same of its backward pass."""
+
+    forward = staticmethod(lambda *given: _backward_operator(*given))
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(refuse_second_order)
+
+    @staticmethod
+    def vmap(*given: Any) -> Any:
+        return _rules.vmapped(_TransformedBackward.apply, _BACKWARD_ROWS, _TENSOR_COUNT)(*given)

@@ -104,14 +104,16 @@ def refuse_tensor(name: str, tensor: Any) -> None:
 
 
 def is_freed(tensor: Any) -> bool:
-    """Whether there is no memory (any more) for the elements; torch itself would read it."""
+    """Whether there is no memory (any more) for some elements; torch itself would read it."""
     import torch
 
     if not tensor.numel() or torch._is_zerotensor(tensor) or tensor.device.type == "meta":
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
-    return not tensor.untyped_storage().data_ptr()
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+    return not storage.data_ptr() or storage.nbytes() < size * (tensor.storage_offset() + last + 1)
 
 
 def _unknown_type(name: str, dtype: Any) -> TypeError:

@@ -84,6 +84,8 @@ class Wire:
         self._transfers: queue.SimpleQueue[Optional[HostTransfer]] = queue.SimpleQueue()
         self._waiter: Optional[threading.Thread] = None
         self.agreed = AgreedRequests()
+        # How often this rank has begun to agree with the others on a request.
+        self.agreements = 0
 
     @property
     def group(self) -> Any:

@@ -36,7 +36,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from encke import _encke
-from encke._ring import Request, agree, attend, cut_of, expected_sizes, refuse_on_all
+from encke._ring import (
+    Request,
+    agree,
+    attend,
+    cut_of,
+    expected_sizes,
+    refuse_on_all,
+    refusing_on_all,
+)
 from encke._ring_operator import as_operator
 from encke._observed import (
     dispatched,
@@ -193,9 +201,13 @@ def ring_attention(
     elif refusal is None and (observed() or not is_plain(*inputs)):
         named = dict(zip(("q_local", "k_local", "v_local", "sinks"), inputs))
         given = request._replace(options=options._replace(documents=None, seed=None))
-        out, lse = dispatched(lambda: as_operator((q, k, v), masks, group, given), **named)
+        with refusing_on_all(group):
+            out, lse = dispatched(lambda: as_operator((q, k, v), masks, group, given), **named)
     else:
-        refuse_tangents(q_local=q, k_local=k, v_local=v, sinks=sinks)
+        try:
+            refuse_tangents(q_local=q, k_local=k, v_local=v, sinks=sinks)
+        except NotImplementedError as error:
+            refuse_on_all(group, error)
         qkv = (q, k, v) if refusal is not None else tuple(map(readable, (q, k, v)))
         out, lse = attend(qkv, sinks, group, request, refusal)
     return (out, lse) if return_lse else out

@@ -88,23 +88,40 @@ def ring_attention_pytorch(q, k, v, *, causal=False):
 
 
 def torch_context_parallel(q, k, v, *, causal=False, scale=None):
+    """PyTorch's own, on consecutive tokens."""
+    return of_torch(q, k, v, causal, scale, balanced=False)
+
+
+def torch_context_parallel_zigzag(q, k, v, *, causal=False, scale=None):
+    """The same as it is by default, with balanced shards."""
+    return of_torch(q, k, v, causal, scale, balanced=True)
+
+
+torch_context_parallel_zigzag.sharding = "zigzag"
+torch_context_parallel.dtype = torch_context_parallel_zigzag.dtype = torch.bfloat16
+# Its context, which stays entered: backward passes need it, too.
+entered = []
+
+
+def of_torch(q, k, v, causal, scale, balanced):
     if not q.is_cuda:
         raise NotImplementedError("it replaces torch's attention on GPUs; on a CPU it stays local")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._context_parallel import _attention
-    from torch.nn.functional import scaled_dot_product_attention
+    if not entered:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    mesh = init_device_mesh(q.device.type, (dist.get_world_size(),))
-    # Rows are those of consecutive tokens, as this suite gives them.
-    _attention._cp_options.enable_load_balance = False
-    rows = torch.zeros(2 * dist.get_world_size())
-    with context_parallel(mesh, buffers=[rows], buffer_seq_dims=[0]):
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        grouped = k.shape[2] != q.shape[2]
-        out = scaled_dot_product_attention(
-            *heads_first, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+        mesh = init_device_mesh(q.device.type, (dist.get_world_size(),))
+        _attention._cp_options.enable_load_balance = balanced
+        rows = torch.zeros(2 * dist.get_world_size(), device=q.device)
+        entered.append(context_parallel(mesh, buffers=[rows], buffer_seq_dims=[0]))
+        entered[0].__enter__()
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=k.shape[2] != q.shape[2],
+    )
     return out.transpose(1, 2)
 
 

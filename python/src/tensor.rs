@@ -44,10 +44,6 @@ pub(crate) struct TensorRef {
     pub strides: [usize; 4],
 }
 
-/// Below this address a tensor may be one whose storage was freed: its address is then its offset
-/// in the storage. Memory of a process lies mostly above.
-const LOWEST_USUAL_ADDRESS: usize = 1 << 36;
-
 /// torch's types in the order of [`DType::ALL`].
 static TORCH_TYPES: PyOnceLock<Vec<Py<PyAny>>> = PyOnceLock::new();
 
@@ -81,9 +77,7 @@ impl TensorRef {
                 strides: read.strides,
             };
             let read = tensor_ref.checked()?;
-            if read.address < LOWEST_USUAL_ADDRESS {
-                refuse_freed(name, tensor)?;
-            }
+            refuse_freed(name, tensor, &read)?;
             return Ok(read);
         }
         match tensor.getattr_opt(intern!(py, "data_ptr"))? {
@@ -248,15 +242,16 @@ fn no_memory(name: &str) -> String {
     )
 }
 
-/// Refuses a view of a storage that was freed.
-fn refuse_freed(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+/// Refuses a tensor whose storage was freed, all of it or in part.
+fn refuse_freed(name: &str, tensor: &Bound<'_, PyAny>, read: &TensorRef) -> PyResult<()> {
     let py = tensor.py();
     let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-    let address: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
-    let elements: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
-    match address == 0 && elements > 0 {
-        false => Ok(()),
-        true => Err(UnreadableTensor::new_err(no_memory(name))),
+    let bytes: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+    let first: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    let end = read.address + read.extent() * read.dtype.bytes();
+    match read.extent() == 0 || first != 0 && end <= first + bytes {
+        true => Ok(()),
+        false => Err(UnreadableTensor::new_err(no_memory(name))),
     }
 }
 

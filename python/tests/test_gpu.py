@@ -190,6 +190,12 @@ def test_recompute_and_another_precision(on_gpu):
     assert torch.autograd.grad(wide.sum(), q)[0].dtype == torch.float32
 
 
+def freed(x):
+    x = x.clone()
+    x.untyped_storage().resize_(x.nbytes - 8)
+    return x
+
+
 def test_errors(on_gpu):
     q, k, v = (on_gpu(1, 16, 4, 8) for _ in range(3))
     fkodom = dict(segment_lengths=[8], dilation_rates=[1], mode="fkodom")
@@ -198,12 +204,49 @@ def test_errors(on_gpu):
         (ValueError, "q is on cpu but k is on cuda:0", (q.cpu(), k, v), {}),
         (ValueError, r"v.*\[1, 16, 4, 8\]", (q[:, :8], k[:, :8], v), {}),
         (TypeError, "k.*f32.*f64", (q, k.float(), v), {}),
-        (ValueError, "last dimension has stride", (q.transpose(2, 3), k, v), {}),
+        (ValueError, "has no memory", (freed(q), k, v), {}),
         (ValueError, "on the cpu only", (q, k, v), fkodom),
         (ValueError, "redundancy 1", (q, k, v), dict(ranks=2, redundancy=1)),
     ]:
         with pytest.raises(kind, match=words):
             encke.attention(*tensors, **options)
+
+
+STRIDED = {
+    "heads last": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "one element": lambda x: x[..., :1].expand(-1, -1, -1, x.shape[3]),
+    "a shared batch": lambda x: x[:1].expand(x.shape[0], -1, -1, -1),
+    "lazily negated": lambda x: torch.complex(x, -x).conj().imag,
+    "an odd offset": lambda x: torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view(x.shape),
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device),
+}
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(9, 0), sinks=[1.0, 0.0])])
+@pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED)
+def test_tensors_of_any_strides(on_gpu, make, options):
+    tensors = [make(on_gpu(2, 40, 2, 16)) for _ in range(3)]
+    dout = make(on_gpu(2, 40, 2, 16))
+
+    def results(tensors, dout):
+        given = [x.detach().requires_grad_() for x in tensors]
+        out = encke.attention(*given, **options)
+        return out, *torch.autograd.grad(out, given, dout)
+
+    plain = [x.cpu() if torch._is_zerotensor(x) else x.resolve_neg().cpu() for x in tensors]
+    wanted = results(plain, dout.cpu())
+    for got, want in zip(results(tensors, dout), wanted):
+        assert_close(got.cpu(), want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 8, 8), (2, 0, 8), (2, 0, 0)])
+@pytest.mark.parametrize("options", [{}, dict(causal=True, sinks=[0.5, 0.0]), MIX], ids=str)
+def test_empty_batches_and_sequences(on_gpu, batch, queries, keys, options):
+    q, k, v = (on_gpu(batch, n, 2, 16, requires_grad=True) for n in (queries, keys, keys))
+    out, lse = encke.attention(q, k, v, **options, return_lse=True)
+    assert out.is_cuda and out.shape == q.shape and lse.shape == q.shape[:3]
+    for gradient, x in zip(torch.autograd.grad(out.sum() + lse.sum(), (q, k, v)), (q, k, v)):
+        assert gradient.shape == x.shape and not gradient.any()
 
 
 def test_the_deterministic_backward_repeats_its_bits(on_gpu):

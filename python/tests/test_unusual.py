@@ -118,6 +118,11 @@ def freed(x):
     return x
 
 
+def freed_in_part(x):
+    x.untyped_storage().resize_(x.nbytes // 2)
+    return x
+
+
 def nested(layout):
     return lambda x: torch.nested.nested_tensor(list(x), layout=layout)
 
@@ -136,6 +141,10 @@ REFUSED = {
     "freed": (freed, "has no memory"),
     "freed, of other strides": (
         lambda x: freed(x.transpose(2, 3).contiguous().transpose(2, 3)), "has no memory"
+    ),
+    "freed in part": (freed_in_part, "has no memory"),
+    "one element less": (
+        lambda x: (x.untyped_storage().resize_(x.nbytes - 8), x)[1], "has no memory"
     ),
     "sparse": (torch.Tensor.to_sparse, "no memory of rows"),
     "nested": (nested(torch.strided), "varlen_attention"),
@@ -173,7 +182,7 @@ def test_a_ring_is_of_use_after_a_refusal():
     assert torch.equal(ring.ring_attention(Q, K, K), encke.attention(Q, K, K))
 
 
-@pytest.mark.parametrize("make", [*REFUSED.values()][:6], ids=[*REFUSED][:6])
+@pytest.mark.parametrize("make", [*REFUSED.values()][:8], ids=[*REFUSED][:8])
 def test_gradients_that_cannot_be_read(make):
     given = make[0](random(4, *SHAPE))
     tracked = Q.clone().requires_grad_()
@@ -215,3 +224,26 @@ def test_sequences_of_different_lengths_are_checked_first():
         given = make(random(4, *SHAPE[1:]))
         with pytest.raises((TypeError, ValueError), match=words):
             encke.varlen_attention(Q[0], K[0], given, [0, 5, 12])
+
+
+def test_tensors_of_gpus_are_copied_or_answered_alike(monkeypatch):
+    """Without a GPU: what the calls on GPU tensors do with tensors that kernels cannot read."""
+    from encke import _encke, _gpu
+    from encke.options import find, from_keywords
+
+    monkeypatch.setattr(_gpu, "_enqueue", lambda *given: _encke.enqueue(*given, 0))
+    found = find(tuple(from_keywords({})))
+    # The copies are readable, so that the next check is reached.
+    across = Q.transpose(2, 3).contiguous().transpose(2, 3)
+    for q in (across, negated(Q), torch._efficientzerotensor(SHAPE, dtype=Q.dtype)):
+        with pytest.raises(ValueError, match="q is on the cpu, but the call is for a GPU"):
+            _gpu.forward(found, q, K, K)
+        with pytest.raises(ValueError, match="q is on the cpu, but the call is for a GPU"):
+            _gpu.backward(found, q, K, K, (Q, LSE, None, None), K, None)
+    with pytest.raises(ValueError, match="has no memory"):
+        _gpu.forward(found, freed_in_part(random(4, *SHAPE)), K, K)
+    for q, k in ((Q[:0], K[:0]), (Q[:, :0], K), (Q[:, :0], K[:, :0])):
+        out, lse, *_ = _gpu.forward(found, q, k, k)
+        assert out.shape == q.shape and lse.shape == q.shape[:3]
+        gradients = _gpu.backward(found, q, k, k, (out, lse, None, None), out, lse)[:3]
+        assert all(x.shape == y.shape and not x.any() for x, y in zip(gradients, (q, k, k)))

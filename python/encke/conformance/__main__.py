@@ -122,11 +122,15 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
 def _as_rank(given: argparse.Namespace, promises: list[Promise]) -> int:
     """One rank, of torchrun or of the launcher, which wants outcomes in a file."""
     path, first = os.environ.get("ENCKE_OUTCOMES"), int(os.environ.get("ENCKE_FIRST", 0))
-    device = torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     if given.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if given.device == "cpu" else "cpu:gloo,cuda:nccl")
+        # NCCL takes one process for each GPU; gloo copies through the host.
+        if int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) <= gpus:
+            backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend)
     function, watch = _function(given.function), _Watch(given.seconds)
     outcomes = []
     for promise in promises[first:]:
