@@ -1,14 +1,19 @@
-//! Command lines with mutated values: each is a right result, or one line and exit code 2, within
-//! bounded time and memory.
+//! Command lines with mutated values and added options: each is a right result, or one line and
+//! exit code 2, within bounded time and memory.
+//!
+//! Options are those that the help of each command lists, so a new one is tried without a change
+//! here.
 //!
 //! The command runs inside child processes of this program, many lines in each: a child that is
 //! killed, or takes too long, names the line it died of. `ENCKE_MUTATIONS` sets how many lines are
 //! tried (1000 unless it is given), `ENCKE_MUTATION_SEED` where they begin.
 #![cfg(target_os = "linux")]
 
+use std::collections::HashMap;
 use std::ffi::OsString;
 use std::io::Read;
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
 
 use encke_core::conformance::Random;
 
@@ -20,7 +25,7 @@ const SECONDS: u32 = 120;
 const ADDRESS_SPACE: u64 = 8 << 30;
 
 /// Lines that take milliseconds. The word after an option that takes a value is what is mutated.
-const LINES: [&str; 15] = [
+const LINES: [&str; 18] = [
     "plan --tokens 64 --heads 4 --kv-heads 2 --dim 8 --batch 1 --ranks 2 --causal",
     "plan --tokens 64 --heads 4 --dim 8 --ranks 3 --sharding striped --mode mix \
      --segment-lengths 8,64 --dilation-rates 1,4 --rank 1 --backward",
@@ -37,7 +42,13 @@ const LINES: [&str; 15] = [
     "attend in.safetensors -o out.safetensors --ranks 3 --redundancy 1 --drill 2@1",
     "attend in.safetensors -o out.safetensors --memory-limit 1GiB --grad --compute f32",
     "verify --count 1 --seed 3",
+    "verify --count 1 --seed 3 --faults --redundancy 1 --minutes 1",
+    "generate made.safetensors --tokens 16 --heads 2 --dim 4 --seed 1",
+    "tune --show --seconds 1",
 ];
+
+/// Options that are not added: they ask for more work, or for hours.
+const LONG: [&str; 4] = ["--check", "--count", "--against", "--policies"];
 
 /// Numbers that are small, or beyond every machine. Those between are legal and may take hours.
 const NUMBERS: [&str; 12] = [
@@ -76,12 +87,56 @@ const WORDS: [&str; 17] = [
     "18446744073709551615@18446744073709551615",
 ];
 
-/// A line with one to three values replaced.
+/// The options of a command, and whether each takes a value.
+fn options(command: &str) -> Vec<(String, bool)> {
+    static ALL: OnceLock<HashMap<String, Vec<(String, bool)>>> = OnceLock::new();
+    let all = ALL.get_or_init(|| {
+        let commands = LINES.map(|line| line.split(' ').next().expect("a command"));
+        let listed = commands.map(|command| (command.to_string(), listed_options(command)));
+        listed.into_iter().collect()
+    });
+    all[command].clone()
+}
+
+/// The same, from the command's help: an option begins a line, and its value follows.
+fn listed_options(command: &str) -> Vec<(String, bool)> {
+    let help = Command::new(env!("CARGO_BIN_EXE_encke"))
+        .args([command, "--help"])
+        .output()
+        .expect("the command runs");
+    let help = String::from_utf8(help.stdout).expect("text");
+    let listed = help.lines().filter_map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let first = words.iter().position(|word| word.starts_with("--"))?;
+        let alone = words[..first].iter().all(|word| word.starts_with('-'));
+        let value = words
+            .get(first + 1)
+            .is_some_and(|word| word.starts_with('<'));
+        let name = words[first];
+        let fits = alone && name != "--help" && !LONG.contains(&name);
+        fits.then(|| (name.to_string(), value))
+    });
+    listed.collect()
+}
+
+/// A line with one to three values replaced, and, for every second seed, one or two options added
+/// before.
 fn mutated(seed: u64) -> Vec<String> {
     let mut random = Random::new(seed);
     let mut below = |bound: usize| random.below(bound);
     let line = LINES[below(LINES.len())];
     let mut words: Vec<String> = line.split_whitespace().map(str::to_string).collect();
+    if seed % 2 == 1 {
+        let options = options(&words[0]);
+        for _ in 0..1 + below(2) {
+            let (name, value) = &options[below(options.len())];
+            words.push(name.clone());
+            if *value {
+                let all = [&NUMBERS[..], &WORDS].concat();
+                words.push(all[below(all.len())].to_string());
+            }
+        }
+    }
     let values: Vec<usize> = (1..words.len())
         .filter(|&at| words[at - 1].starts_with("--") && !words[at].starts_with("--"))
         .collect();
@@ -189,5 +244,33 @@ fn mutated_values_are_refused_in_one_line_or_computed() {
             }
         }
         assert!(status.success(), "the child ended with {status}: {said}");
+    }
+}
+
+/// `launch` becomes the launcher that it starts, so each line has a process of its own.
+#[test]
+fn absurd_values_of_launch_are_refused_in_one_line_or_passed_on() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let run = |number: &str, mpirun: &str, option: &str| {
+        let words = ["launch", "--number", number, "--mpirun", mpirun];
+        let option = format!("--option={option}");
+        let output = Command::new(env!("CARGO_BIN_EXE_encke"))
+            .args(words)
+            .args([&option, "plan", "--tokens", "64"])
+            .current_dir(folder.path())
+            .stdin(Stdio::null())
+            .output()
+            .expect("the command runs");
+        let said = String::from_utf8_lossy(&output.stderr);
+        // The launcher's command line is printed before it runs.
+        let code = output.status.code().expect("no signal").to_string();
+        if let Some(wrong) = wrong(&said, &code) {
+            panic!("launch {number:?} {mpirun:?} {option:?} {wrong}, exit code {code}: {said}");
+        }
+    };
+    for value in NUMBERS.iter().chain(&WORDS) {
+        run(value, "/bin/true", "-x");
+        run("1", value, "-x");
+        run("1", "/bin/true", value);
     }
 }
