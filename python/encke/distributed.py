@@ -137,7 +137,8 @@ def ring_attention(
         The same on all ranks. The gradient is that of this rank's rows, as for every parameter
         that all ranks have: DistributedDataParallel, or an all-reduce, adds up those of all ranks.
     dropout, seed
-        A seed is needed, the same on all ranks and another one in every call.
+        A seed is needed, the same on all ranks and another one in every call. Where dropout is
+        0, as in evaluation, it has no effect.
     bits
         With ``"invariant"`` the same bits on every ring, on the CPU: shards are contiguous, and
         begin at multiples of 512 rows of every segment (``"invariant:32"``: of 32).

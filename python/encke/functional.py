@@ -174,7 +174,8 @@ def attention(
     dropout, seed
         The probability that a pair is dropped after the softmax; the others are divided by the
         probability to be kept. Whether a pair is dropped depends on the seed and the pair, not on
-        the ring. Default seed: a random one, of torch's generator for torch tensors.
+        the ring. Default seed: a random one, of torch's generator for torch tensors. Where
+        dropout is 0, as in evaluation, a seed has no effect.
 
     How it is computed, which changes results only by rounding:
 

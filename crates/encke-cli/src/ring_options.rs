@@ -37,7 +37,8 @@ pub struct RingOptions {
     schedule: Option<Open<ScheduleName>>,
 
     /// What rotates in the backward pass: keys (k and v, with dk and dv), queries (q and dout, with
-    /// dq: fewer bytes unless heads share keys), or auto [default: keys].
+    /// dq: fewer bytes unless heads share keys), or auto [default: keys]. It has no effect on a
+    /// forward pass alone.
     #[arg(long, value_name = "WHAT", value_parser = open(rotate))]
     rotate: Option<Open<Rotating>>,
 
