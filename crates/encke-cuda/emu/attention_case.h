@@ -44,8 +44,10 @@ static Element element_of(double x) { return emu::narrow((float)x); }
 
 struct Case {
   Job job{}; Layout q, k, v, cells, dq; std::string name;
+  bool large = false;   // whether scores are
   std::vector<Element> Q, K, V, dO;
   std::vector<Sum> lse, delta;
+  Values exact_lse;     // if they are large
 #if MASKED
   std::vector<PieceParams> pieces;
   std::vector<double> slopes;
@@ -54,6 +56,20 @@ struct Case {
   double product(int b, int s, int h, int i, int j) const {
     double sum = 0; i64 x = ::at(job.q, b, s, i, h), y = ::at(job.k, b, s, j, h);
     for (int c = 0; c < job.dim; c++) sum += value_of(Q[x + c]) * value_of(K[y + c]);
+    return sum;
+  }
+  // The same, rounded as the kernels round it: tensor cores add 16 products at a time.
+  Sum rounded_product(int b, int s, int h, int i, int j) const {
+    Sum sum = 0, part = 0; i64 x = ::at(job.q, b, s, i, h), y = ::at(job.k, b, s, j, h);
+#ifdef PLAIN
+    const int step = 1;
+#else
+    const int step = 16;
+#endif
+    for (int c = 0; c < job.dim; c++) {
+      part += (Sum)value_of(Q[x + c]) * (Sum)value_of(K[y + c]);
+      if (c % step == step - 1 || c == job.dim - 1) { sum += part; part = 0; }
+    }
     return sum;
   }
   // The address in V and dV of a key.
@@ -247,6 +263,26 @@ static void draw_case(Case& c, Random& random, int number, int dim, int width, b
   j.mask.value_dim = width;
   c.name += draw_mask(c, random);
 #endif
+}
+
+// Gives a job large scores, up to about the square of a size; false if it has score transforms. In
+// almost every row one score is clearly the largest.
+static bool enlarge(Case& c, Random& random) {
+#if MASKED
+  if (c.job.mask.softcap > 0 || c.job.mask.slopes) return false;
+#endif
+#ifdef T_F16
+  const double sizes[] = {300, 6e4};
+#else
+  const double sizes[] = {300, 1e6, 2e14};
+#endif
+  const double size = sizes[random.below(sizeof sizes / sizeof *sizes)];
+  for (auto* all : {&c.Q, &c.K}) for (auto& x : *all) x = element_of(value_of(x) * size);
+  c.large = true;
+  char name[40];
+  snprintf(name, sizeof name, " size %g", size);
+  c.name += name;
+  return true;
 }
 
 // |x - y| / |y| of two vectors; infinite if only one of them has a NaN.

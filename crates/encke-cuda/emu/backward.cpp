@@ -31,6 +31,7 @@ struct Case {
   double scale, gain;
   // With WINDOWED: how far queries see, and documents of so many queries (0: one).
   i64 left = 1 << 30, right = 1 << 30; int document = 0;
+  double size = 1;   // of the elements of q and k, about
 };
 struct View { OperandParams o; vector<i64> heads; u64 size; };
 
@@ -60,7 +61,10 @@ template <class F> static TensorMap map_of(
              : make([](auto b, auto... x) { return tensor_map(b, x...); });
 }
 
-struct Inputs { vector<u16> q, k, v, dout; vector<float> lse, delta, dq, dk, dv; };
+struct Inputs {
+  vector<u16> q, k, v, dout; vector<float> lse, delta, dq, dk, dv;
+  vector<double> exact_lse;   // without the rounding of `lse`, if scores are large
+};
 static const double CAP = 1.5;   // with SOFTCAP
 struct Setting {
   View q, k, v, cells, dq;
@@ -147,25 +151,51 @@ static double dot(const u16* a, const u16* b, int n) {
   return x;
 }
 
+// As tensor cores add: 16 products at a time.
+static float rounded_dot(const u16* a, const u16* b, int n) {
+  float sum = 0, part = 0;
+  for (int i = 0; i < n; i++) {
+    part += emu::widen(a[i]) * emu::widen(b[i]);
+    if (i % 16 == 15 || i == n - 1) { sum += part; part = 0; }
+  }
+  return sum;
+}
+
 static Inputs inputs(const Case& c, const Setting& s) {
   Inputs x; const JobParams& j = s.job;
   x.q = random_elements(s.q.size);
   x.k = random_elements(s.k.size);
   x.v = random_elements(s.v.size);
   x.dout = random_elements(s.cells.size * value_dim(c));
-  for (auto& y : x.q) y = emu::narrow(3 * emu::widen(y));
+  for (auto& y : x.q) y = emu::narrow((float)(3 * c.size) * emu::widen(y));
+  for (auto& y : x.k) y = emu::narrow((float)c.size * emu::widen(y));
   x.dq = random_floats(s.dq.size); x.dk = random_floats(s.k.size); x.dv = random_floats(s.v.size);
+  x.exact_lse.assign(s.cells.size, -INFINITY);
   x.lse.assign(s.cells.size, -INFINITY); x.delta = random_floats(s.cells.size);
   for (int b = 0; b < j.batch; b++)
     for (int g = 0; g < j.segments; g++)
       for (int h = 0; h < j.heads; h++)
         for (int i = 0; i < j.queries; i++) {
-          double sum = 0, unused;
-          for (int t = 0; t < j.keys; t++) if (s.sees(i, t))
-            sum += exp(s.score(
-                c.scale * dot(&x.q[at(j.q, b, g, i, h)], &x.k[at(j.k, b, g, t, h)], c.dim), h, i, t,
-                unused));
-          if (sum > 0) x.lse[at(j.cells, b, g, i, h)] = (float)log(sum);
+          double sum = 0, top = -INFINITY, unused; float largest = 0;
+          const u16* q = &x.q[at(j.q, b, g, i, h)];
+          for (int t = 0; t < j.keys; t++) if (s.sees(i, t)) {
+            const u16* k = &x.k[at(j.k, b, g, t, h)];
+            const double score = s.score(c.scale * dot(q, k, c.dim), h, i, t, unused);
+            if (score > top) {
+              sum *= exp(top - score);
+              top = score;
+              largest = rounded_dot(q, k, c.dim);
+            }
+            sum += exp(score - top);
+          }
+          if (sum == 0) continue;
+          const i64 cell = at(j.cells, b, g, i, h);
+          x.lse[cell] = (float)(top + log(sum));
+          x.exact_lse[cell] = x.lse[cell];
+          if (c.size > 1) {
+            x.exact_lse[cell] = top + log(sum);
+            x.lse[cell] = largest * (float)c.scale;   // as the forward kernel rounds it
+          }
         }
   return x;
 }
@@ -180,7 +210,7 @@ static Exact exact(const Case& c, const Setting& s, const Inputs& x) {
     if (x.lse[cell] == -INFINITY) return;
     double derivative;
     const double score = s.score(c.scale * dot(&x.q[q], &x.k[k], c.dim), h, i, t, derivative),
-                 p = exp(score - x.lse[cell]),
+                 p = exp(score - x.exact_lse[cell]),
                  ds = p * derivative *
                       (c.gain * dot(&x.dout[cell * wide], &x.v[v], wide) - x.delta[cell]);
     for (int y = 0; y < wide; y++)
@@ -420,6 +450,20 @@ int main(int argc, char** argv) {
   };
 #endif
   for (const Case& c : cases) if (argc < 2 || !strcmp(argv[1], c.name)) check(c);
+#if !(SOFTCAP || SLOPES)
+  // Large scores, up to about the square of the size; one in every row is clearly the largest.
+#ifdef T_F16
+  const double sizes[] = {300, 2e4};
+#else
+  const double sizes[] = {300, 1e6, 2e14};
+#endif
+  for (double size : sizes) {
+    Case c = cases[2];
+    c.name = "large";
+    c.size = size;
+    if (argc < 2 || !strcmp(argv[1], c.name)) check(c);
+  }
+#endif
   if (failures) printf("%d failed\n", failures);
   return failures != 0;
 }

@@ -17,7 +17,7 @@
 // Words of `control`, zeroed before the first kernel; the semaphores (one per block of queries)
 // follow.
 #define NEXT_TILE 0
-#define NONFINITE_QUERIES 1
+#define SPECIAL_QUERIES 1   // whether there are marked or large rows
 #define SEMAPHORES 2
 
 // P is stored in 16 bits. f16 is subnormal below 2^-14, where most P of long rows lie, and no P is

@@ -137,9 +137,11 @@ backward_rows(const __grid_constant__ BackwardRows w) {
   const u32 suspects = __ballot_sync(~0u, row < job.queries && !finite && (job.causal || empty));
   const u32 nonfinite = suspects ? nonfinite_rows(w, suspects, b, s, row - lane, h, lane) : 0;
   const bool mine = nonfinite >> lane & 1;
-  w.dense_lse[index] = empty  ? -neg_inf()
-                       : mine ? __uint_as_float(QUIET_NAN)
-                              : fmaf(lse, 1.4426950408889634f, -P_SHIFT);
+  const float dense_lse = empty  ? -neg_inf()
+                          : mine ? __uint_as_float(QUIET_NAN)
+                                 : fmaf(lse, 1.4426950408889634f, -P_SHIFT);
+  w.dense_lse[index] = dense_lse;
   w.dense_delta[index] = delta * w.delta_gain;
-  if (nonfinite && lane == 0) w.control[NONFINITE_QUERIES] = 1;
+  const u32 large = __ballot_sync(~0u, is_large(dense_lse));
+  if ((nonfinite | large) && lane == 0) w.control[SPECIAL_QUERIES] = 1;
 }

@@ -75,3 +75,16 @@ DEV int first_query(const JobParams& job, int j) {
 }
 
 DEV float neg_inf() { return __int_as_float(0xff800000); }
+
+// Scores in base 2 from 4096 on are large: the rounding of a row's maximum or of its lse may be
+// seen in its weights. Every row decides for itself, so that no row's bits depend on another row's
+// scores. Infinities and NaN are not large.
+#define LARGE_SCORE 4096.f
+DEV bool is_large(float score) { return fabsf(score) >= LARGE_SCORE && fabsf(score) != -neg_inf(); }
+// Stands for a scale of 0: any product times it is about 0. (The least subnormal number.)
+#define TINY_SCALE 1.4e-45f
+// In the backward pass, the exponent from which on a weight is 1: the lse of a large row whose only
+// weight this is may be off by 4 units of 2^-23 from the score, rounded as it is in several steps.
+DEV float certain_from(float lse) {
+  return is_large(lse) ? fabsf(lse) * -4.7683716e-7f : -neg_inf();
+}

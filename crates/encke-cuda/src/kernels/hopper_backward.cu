@@ -33,7 +33,7 @@ DEV void issue_sum(float (&sum)[COLUMNS], const u32 (&left)[N], u32 right) {
 DEV void wait_queries(const HopperBackward& w, const Shared& m, u32 n, bool exists, int warpgroup) {
   const u32 stage = stage_of<STAGES>(n), parity = parity_of<STAGES>(n);
   if (exists) barrier_wait(m.q_full + 8 * stage, parity);
-  if (exists && unmasked_from(m, warpgroup) == NEVER && w.control[NONFINITE_QUERIES] != 0) {
+  if (exists && unmasked_from(m, warpgroup) == NEVER && w.control[SPECIAL_QUERIES] != 0) {
     barrier_wait(m.o_full + 8 * stage, parity);
     zero_nonfinite_queries(m.q + stage * Q_BYTES, m.o + stage * O_BYTES, m.lse + stage * BQ * 4);
   }

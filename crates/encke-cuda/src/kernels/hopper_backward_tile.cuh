@@ -20,7 +20,7 @@ struct KeyMasks {
 };
 DEV KeyMasks load_key_masks(const HopperBackward& w, int key_block, int thread, int last_key) {
   KeyMasks masks;
-  masks.finite_queries = w.control[NONFINITE_QUERIES] == 0;
+  masks.finite_queries = w.control[SPECIAL_QUERIES] == 0;
 #if WINDOWED
   const int key = key_block * BK + thread / (256 / BK);
   const Range none{NEVER, 0};
@@ -73,7 +73,7 @@ DEV bool check_keys(
 }
 
 // From query row `unmasked` on, every row sees all keys of a warpgroup and no mask is needed; NEVER
-// if anything is not finite. In shared memory, to save registers.
+// if anything is not finite or any row is large. In shared memory, to save registers.
 //
 // The keys are awaited here.
 DEV void set_unmasked_from(
@@ -168,9 +168,12 @@ DEV void to_probabilities(float (&s)[N], u32 lse, float exponent, const Mask& ma
   for (int i = 0; i < N / 4; i++) {
     float x, y;
     load_shared(lse + i * 32, x, y);
+    const float certain[2] = {certain_from(x), certain_from(y)};
     #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const float p = exp2_fast(fmaf(s[4 * i + e], exponent, -(e & 1 ? y : x)));
+      float log = fmaf(s[4 * i + e], exponent, -(e & 1 ? y : x));
+      if (log - P_SHIFT > certain[e & 1]) log = P_SHIFT;
+      const float p = exp2_fast(log);
       s[4 * i + e] = sees(mask, e >> 1, row + i * 8 + (e & 1), e & 1 ? y : x)
                          ? (mask.nonfinite[e >> 1] ? __uint_as_float(QUIET_NAN) : p)
                          : 0.f;

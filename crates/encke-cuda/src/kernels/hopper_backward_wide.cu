@@ -45,7 +45,7 @@ struct Place { int warpgroup, warp, lane; };
 DEV void wait_queries(const HopperBackward& w, const Shared& m, u32 n, int warpgroup) {
   const u32 stage = stage_of<STAGES>(n), parity = parity_of<STAGES>(n);
   barrier_wait(m.q_full + 8 * stage, parity); barrier_wait(m.o_full + 8 * stage, parity);
-  if (unmasked_from(m, warpgroup) == NEVER && w.control[NONFINITE_QUERIES] != 0)
+  if (unmasked_from(m, warpgroup) == NEVER && w.control[SPECIAL_QUERIES] != 0)
     zero_nonfinite_queries(
         m.q + stage * Q_BYTES, m.o + stage * O_BYTES, m.lse + stage * BQ * 4);
 }

@@ -93,12 +93,15 @@ DEV void load_block(const Job& job, const Operands& from, const TileOrigin& orig
 #endif
 }
 
-// Whether a query of the block saw no key at all: its dout and delta are ignored.
-DEV bool has_empty_rows(u32 block) {
+// Whether a query of the block saw no key at all, so that its dout and delta are ignored, or is
+// large.
+DEV bool has_special_rows(u32 block) {
   bool found = false;
   #pragma unroll
   for (int i = 0; i < (BLOCK + 31) / 32; i++)
-    if (i * 32 + lane() < BLOCK) found |= shared_float(lse_at(block, i * 32 + lane())) == neg_inf();
+    if (i * 32 + lane() < BLOCK)
+      // Where lse times log2 e, rounded, is LARGE_SCORE or more.
+      found |= fabsf(shared_float(lse_at(block, i * 32 + lane()))) >= 2839.f;
   return __any_sync(~0u, found);
 }
 
@@ -119,7 +122,8 @@ DEV void apply_mask(float (&x)[MT][NT][4], u32 block, int query) {
     }
 }
 
-DEV void to_probabilities(float (&p)[MT][NT][4], u32 block, float c) {
+// `LARGE`: there may be large rows.
+template <bool LARGE> DEV void to_probabilities(float (&p)[MT][NT][4], u32 block, float c) {
   #pragma unroll
   for (int n = 0; n < NT; n++)
     #pragma unroll
@@ -128,7 +132,9 @@ DEV void to_probabilities(float (&p)[MT][NT][4], u32 block, float c) {
       #pragma unroll
       for (int r = 0; r < 2 * MT; r++) {
         float& x = p[r / 2][n][r % 2 * 2 + e];
-        x = exp2_fast(fmaf(x, c, -lse));
+        x = fmaf(x, c, -lse);
+        if (LARGE && x > certain_from(lse)) x = 0.f;
+        x = exp2_fast(x);
       }
     }
 }
@@ -166,11 +172,12 @@ DEV void to_gradients(float (&p)[MT][NT][4], float (&dp)[MT][NT][4], const Job& 
         float& x = p[r / 2][n][r % 2 * 2 + e];
         float derivative = 1.f, kept = 1.f;
 #if SOFTCAP || SLOPES
-        const float weight = exp2_fast(
-            fmaf(transformed(transform, slope, x, i, row, derivative), (float)LOG2_E, -lse));
+        float log = fmaf(transformed(transform, slope, x, i, row, derivative), (float)LOG2_E, -lse);
 #else
-        const float weight = exp2_fast(fmaf(x, c, -lse));
+        float log = fmaf(x, c, -lse);
 #endif
+        if (log > certain_from(lse)) log = 0.f;
+        const float weight = exp2_fast(log);
 #if DROPOUT
         const u32 coins = load_shared(coins_at(block, i) + row / 32 * 4);
         kept = coins >> (row % 32) & 1 ? (float)job.mask.kept : 0.f;
@@ -220,8 +227,12 @@ DEV void accumulate_block(const Job& job, const TileOrigin& origin, int head, u3
   }
 #else
   scores<NT, HD>(p, keys, block);
-  to_probabilities(p, block, (float)(job.scale * LOG2_E));
-  if (masked) apply_mask(p, block, query);
+  if (masked) {
+    to_probabilities<true>(p, block, (float)(job.scale * LOG2_E));
+    apply_mask(p, block, query);
+  } else {
+    to_probabilities<false>(p, block, (float)(job.scale * LOG2_E));
+  }
   if (PARTS & 1) {
     left_operand<NT>(left, p);
     masked_product<NT / 2, VD>(nonfinite, dv, left, douts_at(block), 1.f, sees);
@@ -312,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (head < job.heads) load_block(job, operands, origin, head, block, step + 1);
     const u32 now = streamed(step);
     const bool masked = query < (int)load_shared(first_at(TILE - 1)) ||
-                        (MASKED && query + BLOCK > first_seen.end) || has_empty_rows(now);
+                        (MASKED && query + BLOCK > first_seen.end) || has_special_rows(now);
     accumulate_block(job, origin, now_head, now, query, masked, dk, dv);
   }
   store_gradients(job, operands, dk, dv);

@@ -40,14 +40,16 @@ struct BlockScores {};
 #endif
 
 // dS = P (gain dP - delta) from scores and dP, in place of dP; 0 for masked keys of a block that
-// begins at `key`.
+// begins at `key`. `LARGE`: there may be large rows.
+template <bool LARGE>
 DEV void to_ds(float (&dp)[MT][NT][4], const float (&s)[MT][NT][4], const Job& job, bool masked,
     int key, const BlockScores& of) {
   const float c = (float)(job.scale * LOG2_E), gain = (float)job.gain;
   #pragma unroll
   for (int r = 0; r < 2 * MT; r++) {
     const int row = own_row(r / 2, r % 2);
-    const float lse = shared_float(lse_at(row)), delta = shared_float(delta_at(row));
+    const float lse = shared_float(lse_at(row)), delta = shared_float(delta_at(row)),
+                certain = certain_from(lse);
     const Range seen = masked ? seen_by(row) : Range{key, key + BLOCK};
     const int start = seen.start - key, limit = seen.end - key;
     #pragma unroll
@@ -67,9 +69,13 @@ DEV void to_ds(float (&dp)[MT][NT][4], const float (&s)[MT][NT][4], const Job& j
         float derivative;
         const float score =
             transformed(of.transform, of.slope, product, row, own_column(n) + e, derivative);
-        x = exp2_fast(fmaf(score, (float)LOG2_E, -lse)) * fmaf(factor, x, -delta) * derivative;
+        float log = fmaf(score, (float)LOG2_E, -lse);
+        if (LARGE && log > certain) log = 0.f;
+        x = exp2_fast(log) * fmaf(factor, x, -delta) * derivative;
 #else
-        x = exp2_fast(fmaf(product, c, -lse)) * fmaf(factor, x, -delta);
+        float log = fmaf(product, c, -lse);
+        if (LARGE && log > certain) log = 0.f;
+        x = exp2_fast(log) * fmaf(factor, x, -delta);
 #endif
         if (masked && (own_column(n) + e >= limit || (MASKED && own_column(n) + e < start)))
           x = 0.f;
@@ -163,6 +169,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                             seen_by(smaller(warp_row + MT * 16, rows) - 1).end}
                       : Range{0, 0};
 
+  bool large = false;
+  #pragma unroll
+  for (int r = 0; r < 2 * MT; r++) large |= is_large(shared_float(lse_at(own_row(r / 2, r % 2))));
+  large = __any_sync(~0u, large);
+
   float acc[MT][HD / 8][4];
   zero<HD>(acc);
   #pragma unroll 1
@@ -188,7 +199,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #if DROPOUT
     of.coins = coins_at(block, 0);
 #endif
-    to_ds(ds, weights, job, masked, key, of);
+    if (SOFTCAP || SLOPES || DROPOUT || masked || large)
+      to_ds<true>(ds, weights, job, masked, key, of);
+    else to_ds<false>(ds, weights, job, false, key, of);
     u32 left[MT][NT / 2][4];
     left_operand<NT>(left, ds);
     masked_product<NT / 2, HD>(nonfinite, acc, left, now, 0.f, [&](int mt, int half, int row) {

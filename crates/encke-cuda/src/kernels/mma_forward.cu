@@ -100,7 +100,7 @@ DEV void load_state(const Job& job, const Operands& in, int starts, const TileOr
     state.l[mt][half] = 0.f;
     if (starts || i >= origin.end) continue;
     const i64 cell = at(job.cells, origin.b, origin.s, i, origin.h);
-    state.m[mt][half] = in.m[cell] * (float)LOG2_E;
+    state.m[mt][half] = __fmul_rn(in.m[cell], (float)LOG2_E);   // not fused with a difference
     if (lane() % 4 == 0)
       state.l[mt][half] = in.l[cell];   // one lane of the quad: the four are summed
     #pragma unroll

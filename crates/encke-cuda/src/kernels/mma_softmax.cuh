@@ -7,8 +7,13 @@ struct Softmax { float m[MT][2], l[MT][2]; };
 
 // One step of the online softmax: scores become weights relative to the running maximum, and
 // earlier sums are rescaled.
+//
+// The maximum is a rounded product, so large scores are rounded products too: the largest one has a
+// weight of 1, whatever the rounding was.
 DEV void online_softmax(
     Softmax& state, float (&s)[MT][SHARE / 8][4], float (&acc)[MT][VD / 8][4], float c) {
+  float maxima[MT][2];
+  bool large = false;
   #pragma unroll
   for (int mt = 0; mt < MT; mt++)
     #pragma unroll
@@ -17,15 +22,32 @@ DEV void online_softmax(
       #pragma unroll
       for (int n = 0; n < SHARE / 8; n++)
         row_max = fmaxf(row_max, fmaxf(s[mt][n][2 * half], s[mt][n][2 * half + 1]));
-      float m = fmaxf(state.m[mt][half], quad_max(row_max) * c);
+      maxima[mt][half] = fmaxf(state.m[mt][half], quad_max(row_max) * c);
+      large |= fabsf(maxima[mt][half]) >= LARGE_SCORE;   // or a row that saw no key
+    }
+  large = __any_sync(~0u, large);
+  #pragma unroll
+  for (int mt = 0; mt < MT; mt++)
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float m = maxima[mt][half];
       float origin =
           m == neg_inf() ? 0.f : m;   // a row that saw no key: every weight is exp2(-inf)
       float rescale = exp2_fast(state.m[mt][half] - origin), sum = 0.f;
+      float factor = c;
+      if (large && is_large(origin)) {
+        factor = 1.f;
+        #pragma unroll
+        for (int n = 0; n < SHARE / 8; n++)
+          #pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; e++)
+            s[mt][n][e] = __fmul_rn(s[mt][n][e], c);
+      }
       #pragma unroll
       for (int n = 0; n < SHARE / 8; n++)
         #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; e++) {
-          s[mt][n][e] = exp2_fast(fmaf(s[mt][n][e], c, -origin));
+          s[mt][n][e] = exp2_fast(fmaf(s[mt][n][e], factor, -origin));
           sum += s[mt][n][e];
         }
       state.m[mt][half] = m;
@@ -67,7 +89,7 @@ DEV void apply_mask(float (&s)[MT][SHARE / 8][4], int key, u32 limits) {
 // The factor of a product in base 2. A scale of zero is replaced by a tiny one: a masked score is
 // -inf, and 0 times it would be NaN. A negative one is positive here, and the queries are negated.
 DEV float score_factor(double scale) {
-  return fmaxf((float)(scale * LOG2_E) * (scale < 0 ? -1.f : 1.f), 1e-37f);
+  return fmaxf((float)(scale * LOG2_E) * (scale < 0 ? -1.f : 1.f), TINY_SCALE);
 }
 // For a negative scale, negates the queries, so that the largest product is the largest score.
 DEV void negate_queries(u32 tile) {

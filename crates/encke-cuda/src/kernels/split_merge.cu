@@ -22,7 +22,9 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
             sequence = (int)(own / job.heads / job.queries);
   const i64 cell = at(job.cells, sequence / job.segments, sequence % job.segments, i, h);
   // The carry's m and l are read before the barrier, and written after it.
-  const float before = starts ? neg_inf() : m[cell], carried = before * (float)LOG2_E,
+  // A product that is not fused with the difference from the maximum: it may be that maximum.
+  const float before = starts ? neg_inf() : m[cell],
+              carried = __fmul_rn(before, (float)LOG2_E),
               denominator = starts ? 0.f : l[cell];
   float largest = carried;
   // Every warp finds the maximum; its order does not matter.
