@@ -6,7 +6,6 @@ GPU, as the library applies them on the host; the backward kernels need only the
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -25,6 +24,9 @@ _DTYPES = {
 }
 
 
+_empty_like = torch.empty_like
+
+
 def computed_in(q: Tensor, precision: Optional[str]) -> torch.dtype:
     """The type in which a call computes, and in which it returns."""
     if precision is None:
@@ -40,15 +42,21 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
 
 def outputs(q: Tensor, v: Tensor, precision: Optional[str]) -> tuple[Tensor, Tensor]:
     """Uninitialised out and lse."""
-    dtype, cells = computed_in(q, precision), q.shape[:3]
-    out = torch.empty((*cells, v.shape[3]), dtype=dtype, device=q.device)
-    return out, torch.empty(cells, dtype=summed_in(dtype), device=q.device)
+    cells = q.shape[:3]
+    # Twice as fast as by a type and a device, where it is the same.
+    if precision is None and q.is_contiguous() and v.shape[3] == q.shape[3]:
+        out = _empty_like(q)
+    else:
+        out = q.new_empty((*cells, v.shape[3]), dtype=computed_in(q, precision))
+    return out, q.new_empty(cells, dtype=summed_in(out.dtype))
 
 
 def gradients(q: Tensor, k: Tensor, v: Tensor, precision: Optional[str]) -> list[Tensor]:
     """Uninitialised dq, dk and dv."""
+    if precision is None and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
+        return [_empty_like(q), _empty_like(k), _empty_like(v)]
     dtype = computed_in(q, precision)
-    return [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
+    return [x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)]
 
 
 def forward(
@@ -73,8 +81,13 @@ def _forward(
             "sinks and branches with a softmax of their own (detached mixing, fkodom) do not go "
             'together: a sink belongs to one softmax; use mixing_gradient="exact"'
         )
-    attend = _mixing(found).forward if found.mixes else partial(_attend, found)
-    return *with_sinks(*attend(q, k, v), sinks), None, None
+    if found.mixes:
+        results = _mixing(found).forward(q, k, v)
+    else:
+        results = _attend(found, q, k, v)
+    if sinks is not None:
+        with_sinks(*results, sinks)
+    return *results, None, None
 
 
 def backward(
@@ -113,8 +126,12 @@ def _backward(
     out, lse = saved[:2]
     if out is None:
         out, lse, _, _ = forward(found, q, k, v, sinks)
-    differentiate = _mixing(found).backward if found.mixes else partial(_differentiate, found)
-    every = differentiate(q, k, v, out, lse, dout, dlse)
+    if found.mixes:
+        every = _mixing(found).backward(q, k, v, out, lse, dout, dlse)
+    else:
+        every = _differentiate(found, q, k, v, out, lse, dout, dlse)
+    if sinks is None:
+        return *every, None
     return *every, sink_gradient(sinks, out, lse, dout, dlse)
 
 
@@ -135,13 +152,17 @@ def _differentiate(found: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> l
 
 def _enqueue(found: Any, inputs: Any, results: Any) -> None:
     """Calls the kernels on the current stream of the tensors' GPU."""
-    gpu = inputs[0].device
-    stream = _current_stream(gpu.index)
-    if torch.cuda.current_device() == gpu.index:
+    gpu = inputs[0].get_device()
+    stream = _current_stream(gpu)
+    if _current_device() == gpu:
         _encke.enqueue(found, inputs, results, stream)
         return
     with torch.cuda.device(gpu):
         _encke.enqueue(found, inputs, results, stream)
+
+
+# A tensor is on a GPU, so torch has started CUDA: without the function that sees to it.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def _public_current_stream(gpu: int) -> int:

@@ -244,14 +244,21 @@ class _Attention(torch.autograd.Function):
 
 def _gradients(ctx: Any, dout: Tensor, dlse: Optional[Tensor]) -> tuple[Any, ...]:
     """dq, dk, dv and dsinks, where they are needed."""
-    if observed() or not all(x is None or is_plain(x) and not is_batched(x) for x in (dout, dlse)):
+    if observed() or _is_unusual(dout) or dlse is not None and _is_unusual(dlse):
         every = _gradients_through_operator(ctx, dout, dlse)
     else:
         gradients = _backward if not torch.is_grad_enabled() else _Gradients.apply
         every = gradients(ctx.found, *ctx.saved_tensors, dout, dlse)
     # Without sinks the fourth input is not a tensor, and its gradient None.
     needed = ctx.needs_input_grad[:4]
+    if all(needed[:3]) and every[3] is None:
+        return tuple(every)
     return tuple(gradient if need else None for gradient, need in zip(every, needed))
+
+
+def _is_unusual(gradient: Tensor) -> bool:
+    """Whether a gradient is of a class of its own, or one of several."""
+    return type(gradient) not in PLAIN or is_batched(gradient)
 
 
 def _gradients_through_operator(

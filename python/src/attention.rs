@@ -1,10 +1,14 @@
 //! Attention with fixed settings, as Python calls it. The GIL is released while a pass runs.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use encke::plan::Plan;
 use encke::sharding::Run;
-use encke::{Attention as Library, Checkpoint, Forward, Report, SavedOutput};
+use encke::{
+    Attention as Library, Checkpoint, DType, Error, Forward, Pass, Report, SavedOutput, Shape,
+};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -28,7 +32,15 @@ pub(crate) struct Attention {
     options: Py<PyDict>,
     /// Nanoseconds that forward passes have spent in the library.
     spent: AtomicU64,
+    /// The plans of the latest calls on a GPU.
+    plans: Mutex<Vec<(PlanKey, Arc<Plan>)>>,
 }
+
+/// What a plan depends on beside the settings.
+type PlanKey = (Shape, DType, Pass);
+
+/// A forward and a backward pass of a few shapes.
+const MOST_PLANS: usize = 8;
 
 #[pymethods]
 impl Attention {
@@ -46,6 +58,7 @@ impl Attention {
             ring,
             options: options.clone().unbind(),
             spent: AtomicU64::new(0),
+            plans: Mutex::default(),
         })
     }
 
@@ -59,6 +72,7 @@ impl Attention {
             ring: options.extract()?,
             options: options.unbind(),
             spent: AtomicU64::new(0),
+            plans: Mutex::default(),
         })
     }
 
@@ -254,9 +268,19 @@ impl Attention {
 }
 
 impl Attention {
-    /// The library's attention: for the CPU, and for plans, which do not depend on the device.
-    pub fn library(&self) -> &Library {
-        &self.library
+    /// The plan of a pass on a GPU, found faster than by the whole request.
+    pub fn gpu_plan(&self, shape: Shape, dtype: DType, pass: Pass) -> Result<Arc<Plan>, Error> {
+        let key = (shape, dtype, pass);
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, plan)) = plans.iter().find(|(of, _)| *of == key) {
+            return Ok(Arc::clone(plan));
+        }
+        let plan = self.library.plan(shape, dtype, pass)?;
+        if plans.len() >= MOST_PLANS {
+            plans.remove(0);
+        }
+        plans.push((key, Arc::clone(&plan)));
+        Ok(plan)
     }
 
     /// Options of the ring.

@@ -73,9 +73,7 @@ pub(crate) fn enqueue(
     let deadline = attention.ring().deadline()?.unwrap_or(DEADLINE);
     py.detach(|| {
         let kernel = kernel(gpu, attention.ring().deterministic)?;
-        let plan = attention
-            .library()
-            .plan(shape, tensors.dtype(), tensors.pass);
+        let plan = attention.gpu_plan(shape, tensors.dtype(), tensors.pass);
         let plan = plan.map_err(|error| error::call(&error))?;
         let kernel = match plan.ranks() {
             // SAFETY: torch's current stream.
@@ -191,6 +189,14 @@ impl GpuTensors {
             };
             Ok::<_, PyErr>((role, tensor))
         };
+        // The package has just made them.
+        let made = |(role, name): (Role, &'static str), tensor: &PyTensor<'_>| {
+            let tensor = match role {
+                Role::Lse => TensorRef::made_cells(name, tensor)?,
+                _ => TensorRef::made_rows(name, tensor)?,
+            };
+            Ok::<_, PyErr>((role, tensor))
+        };
         let (pass, expected) = match (inputs, outputs.len()) {
             ([_, _, _], 2) => (Pass::Forward, vec![(Role::Out, "out"), (Role::Lse, "lse")]),
             ([_, _, _, _, _, _, dlse], 3) => {
@@ -219,7 +225,7 @@ impl GpuTensors {
             }
         }
         for (role, tensor) in expected.into_iter().zip(outputs) {
-            tensors.outputs.push(read(role, tensor)?);
+            tensors.outputs.push(made(role, tensor)?);
         }
         let q = tensors.inputs[0].1;
         for (_, tensor) in tensors.inputs.iter().chain(&tensors.outputs) {

@@ -50,11 +50,25 @@ static TORCH_TYPES: PyOnceLock<Vec<Py<PyAny>>> = PyOnceLock::new();
 impl TensorRef {
     /// Reads `[b, n, h, d]`.
     pub fn rows(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<TensorRef> {
-        TensorRef::read(name, tensor, "[batch, tokens, heads, dim]", 4)
+        let read = TensorRef::made_rows(name, tensor)?;
+        refuse_freed(tensor, &read)?;
+        Ok(read)
     }
 
     /// Reads `[b, n, h]`: one element per row and head.
     pub fn cells(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<TensorRef> {
+        let read = TensorRef::made_cells(name, tensor)?;
+        refuse_freed(tensor, &read)?;
+        Ok(read)
+    }
+
+    /// The same for a tensor that this package has made, whose storage is as it was.
+    pub fn made_rows(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<TensorRef> {
+        TensorRef::read(name, tensor, "[batch, tokens, heads, dim]", 4)
+    }
+
+    /// The same for `[b, n, h]`.
+    pub fn made_cells(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<TensorRef> {
         TensorRef::read(name, tensor, "[batch, tokens, heads]", 3)
     }
 
@@ -76,9 +90,7 @@ impl TensorRef {
                 dims: read.dims,
                 strides: read.strides,
             };
-            let read = tensor_ref.checked()?;
-            refuse_freed(name, tensor, &read)?;
-            return Ok(read);
+            return tensor_ref.checked();
         }
         match tensor.getattr_opt(intern!(py, "data_ptr"))? {
             Some(data_ptr) => from_torch(name, tensor, &data_ptr, meaning, rank)
@@ -243,7 +255,10 @@ fn no_memory(name: &str) -> String {
 }
 
 /// Refuses a tensor whose storage was freed, all of it or in part.
-fn refuse_freed(name: &str, tensor: &Bound<'_, PyAny>, read: &TensorRef) -> PyResult<()> {
+fn refuse_freed(tensor: &Bound<'_, PyAny>, read: &TensorRef) -> PyResult<()> {
+    if read.library == TensorLibrary::NumPy {
+        return Ok(());
+    }
     let py = tensor.py();
     let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
     let bytes: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
@@ -251,7 +266,7 @@ fn refuse_freed(name: &str, tensor: &Bound<'_, PyAny>, read: &TensorRef) -> PyRe
     let end = read.address + read.extent() * read.dtype.bytes();
     match read.extent() == 0 || first != 0 && end <= first + bytes {
         true => Ok(()),
-        false => Err(UnreadableTensor::new_err(no_memory(name))),
+        false => Err(UnreadableTensor::new_err(no_memory(read.name))),
     }
 }
 

@@ -50,6 +50,10 @@ impl DeviceAllocation {
             _ => Error::driver(format!("allocating {bytes} bytes"), error),
         };
         stream.context().bind_to_thread().map_err(refused)?;
+        if let Some(pointer) = device.take_spare(bytes) {
+            device.count_allocated(bytes);
+            return Ok(DeviceAllocation::unused(device, pointer, bytes, None, None));
+        }
         // SAFETY: the stream is alive; nothing is read before it is written.
         let pointer = unsafe { result::malloc_async(stream.cu_stream(), bytes.max(1)) };
         let pointer = pointer.map_err(refused)?;
@@ -300,8 +304,10 @@ impl Drop for DeviceAllocation {
         // `drop` cannot report errors of a context that is gone. Memory whose free cannot be
         // ordered after its last use is leaked.
         if ordered.is_ok() {
-            // SAFETY: the free comes after the allocation and all uses.
-            let _ = unsafe { result::free_async(self.pointer, stream.cu_stream()) };
+            for pointer in self.device.keep_spare(self.bytes, self.pointer) {
+                // SAFETY: the free comes after the allocation and all uses.
+                let _ = unsafe { result::free_async(pointer, stream.cu_stream()) };
+            }
         }
         self.device.count_freed(self.bytes);
     }

@@ -20,6 +20,7 @@ use crate::hops::{Hops, StagingLane};
 use crate::lock::lock;
 use crate::program::Program;
 use crate::shared_device::SharedDevice;
+use crate::spare_memory::SpareMemory;
 
 /// Streams that attentions rotate over: enough that ranks whose parcels have arrived compute while
 /// other ranks on the same GPU wait for theirs.
@@ -70,6 +71,8 @@ pub struct Device {
     deferred: OnceLock<Weak<dyn Deferred>>,
     pinned_hops: AtomicBool,
     staging_lanes: Mutex<Vec<Arc<Mutex<StagingLane>>>>,
+    /// Workspaces of earlier calls, if it runs on one stream.
+    spare: Mutex<SpareMemory>,
 }
 
 impl Device {
@@ -128,6 +131,7 @@ impl Device {
             deferred: OnceLock::new(),
             pinned_hops: AtomicBool::new(false),
             staging_lanes: Mutex::default(),
+            spare: Mutex::default(),
         })
     }
 
@@ -275,16 +279,35 @@ impl Device {
 
     /// Refuses what cannot be part of a CUDA graph, if the caller's stream is being captured.
     pub(crate) fn refuse_capture(&self, stream: sys::CUstream, what: &str) -> Result<()> {
-        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: the caller's stream is valid; the status is written before it is read.
-        let asked = unsafe { sys::cuStreamIsCapturing(stream, &raw mut status) }.result();
-        asked.map_err(|error| Error::driver("asking whether a stream is captured", error))?;
-        match status {
-            sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
-            _ => Err(Error::Unsupported {
+        match is_captured(stream)? {
+            false => Ok(()),
+            true => Err(Error::Unsupported {
                 what: format!("{what} while a CUDA graph is captured"),
             }),
         }
+    }
+
+    /// Memory of an earlier call with this size, whose uses its one stream has in order.
+    pub(crate) fn take_spare(&self, bytes: usize) -> Option<sys::CUdeviceptr> {
+        match self.keeps_memory() {
+            true => lock(&self.spare).take(bytes),
+            false => None,
+        }
+    }
+
+    /// Keeps memory for later calls; returns what must be freed.
+    pub(crate) fn keep_spare(&self, bytes: usize, at: sys::CUdeviceptr) -> Vec<sys::CUdeviceptr> {
+        match self.keeps_memory() {
+            true => lock(&self.spare).keep(bytes, at),
+            false => vec![at],
+        }
+    }
+
+    /// Whether memory is kept between calls: a graph must have its own, because it runs whenever
+    /// its owner wants.
+    fn keeps_memory(&self) -> bool {
+        let captured = || is_captured(self.compute().cu_stream());
+        self.on_one_stream && captured().is_ok_and(|captured| !captured)
     }
 
     /// How parcels go from rank to rank on this GPU.
@@ -459,6 +482,26 @@ impl Device {
         drop(recording);
         worked.map(|()| Some(event))
     }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        let spare = self.spare.get_mut();
+        let spare = spare.unwrap_or_else(std::sync::PoisonError::into_inner);
+        for pointer in spare.take_all() {
+            // SAFETY: memory of this device that nothing refers to; a free waits for its uses.
+            let _ = unsafe { result::free_sync(pointer) };
+        }
+    }
+}
+
+/// Whether a CUDA graph captures this stream, which must be valid.
+fn is_captured(stream: sys::CUstream) -> Result<bool> {
+    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: the caller's stream is valid; the status is written before it is read.
+    let asked = unsafe { sys::cuStreamIsCapturing(stream, &raw mut status) }.result();
+    asked.map_err(|error| Error::driver("asking whether a stream is captured", error))?;
+    Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 /// The attention enqueued last: the index of its stream, and the event of its completion.

@@ -33,6 +33,7 @@ mod pinned;
 mod program;
 mod shared_device;
 mod shared_memory;
+mod spare_memory;
 mod staged;
 mod tensor_map;
 mod wgmma;

@@ -3,6 +3,8 @@
 //! A program is specialised by macros rather than by branches at run time: head dimension, type and
 //! mode are compile-time constants, and only variants that are used are compiled.
 
+use std::fmt::Write;
+
 use encke_core::DType;
 
 use crate::cache::Cache;
@@ -19,8 +21,8 @@ pub struct Program {
     pub name: &'static str,
     /// Its texts after the common one. Functions, because some are generated.
     pub(crate) texts: &'static [fn() -> String],
-    /// The macros, as `NAME=value`.
-    pub(crate) defines: Vec<String>,
+    /// The macros, as `-DNAME=value`, each on a line: one text, because every launch makes it.
+    pub(crate) defines: String,
     /// Whether it uses architecture-specific instructions (`sm_90a`, not `sm_90`).
     pub(crate) specific: bool,
 }
@@ -31,14 +33,15 @@ impl Program {
         Program {
             name,
             texts,
-            defines: Vec::new(),
+            defines: String::with_capacity(192),
             specific: false,
         }
     }
 
     /// Adds a macro.
     pub(crate) fn define(mut self, name: &str, value: impl std::fmt::Display) -> Program {
-        self.defines.push(format!("{name}={value}"));
+        // Writing to a text does not fail.
+        let _ = writeln!(self.defines, "-D{name}={value}");
         self
     }
 
@@ -67,7 +70,7 @@ impl Program {
     pub fn options(&self) -> Vec<String> {
         let fixed = ["--std=c++17", "--ptxas-options=-v", "-default-device"];
         let mut options: Vec<String> = fixed.map(String::from).to_vec();
-        options.extend(self.defines.iter().map(|define| format!("-D{define}")));
+        options.extend(self.defines.lines().map(String::from));
         options
     }
 

@@ -2,7 +2,6 @@
 //! counters of its memory.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -18,8 +17,8 @@ use crate::program::Program;
 /// Dynamic shared memory a block may use without raising the function's limit.
 const DEFAULT_SHARED_BYTES: usize = 48 * 1024;
 
-/// A program's name and macros, and one of its entry points.
-type FunctionKey = (&'static str, Vec<String>, &'static str);
+/// The functions of a program's entry point by its macros, and their limits of shared memory.
+type FunctionsByMacros = HashMap<String, (CudaFunction, usize)>;
 
 /// A GPU without streams.
 pub(crate) struct SharedDevice {
@@ -31,7 +30,8 @@ pub(crate) struct SharedDevice {
     pub multiprocessors: u32,
     /// Dynamic shared memory that a block may use at most.
     pub shared_bytes: usize,
-    functions: Mutex<HashMap<FunctionKey, (CudaFunction, usize)>>,
+    /// By a program's name and entry point.
+    functions: Mutex<HashMap<(&'static str, &'static str), FunctionsByMacros>>,
     allocated: AtomicUsize,
     peak: AtomicUsize,
     /// Launches and copies so far.
@@ -112,19 +112,19 @@ impl SharedDevice {
         before_loading: impl FnOnce() -> Result<()>,
     ) -> Result<CudaFunction> {
         let mut functions = lock(&self.functions);
-        let key = (program.name, program.defines.clone(), entry);
+        let functions = functions.entry((program.name, entry)).or_default();
         let failed = |error| Error::driver(format!("loading {} ({entry})", program.name), error);
-        let (function, limit) = match functions.entry(key) {
-            Entry::Occupied(loaded) => loaded.into_mut(),
-            Entry::Vacant(vacant) => {
-                before_loading()?;
-                let built = program.build(&self.nvrtc, &self.cache, self.capability)?;
-                let image = cudarc::nvrtc::Ptx::from_binary(built.cubin);
-                let module = self.context.load_module(image).map_err(failed)?;
-                let function = module.load_function(entry).map_err(failed)?;
-                vacant.insert((function, DEFAULT_SHARED_BYTES))
-            }
-        };
+        if !functions.contains_key(&program.defines) {
+            before_loading()?;
+            let built = program.build(&self.nvrtc, &self.cache, self.capability)?;
+            let image = cudarc::nvrtc::Ptx::from_binary(built.cubin);
+            let module = self.context.load_module(image).map_err(failed)?;
+            let function = module.load_function(entry).map_err(failed)?;
+            functions.insert(program.defines.clone(), (function, DEFAULT_SHARED_BYTES));
+        }
+        let (function, limit) = functions
+            .get_mut(&program.defines)
+            .expect("it is there or was just loaded");
         if shared_bytes > *limit {
             if shared_bytes > self.shared_bytes {
                 return Err(Error::Unsupported {

@@ -278,13 +278,16 @@ impl<B: WireBuffer> Endpoint<B> {
         for Incoming { parcel, .. } in incoming.iter_mut() {
             parcel.vacate(round);
         }
-        let mut slots = lock(&own.slots);
-        for Incoming { from, parcel } in incoming.iter_mut() {
-            let posted = InboxSlot::Posted(parcel.take(), from.elements);
-            slots.insert((from.peer, from.tag), posted);
+        if !incoming.is_empty() {
+            let mut slots = lock(&own.slots);
+            for Incoming { from, parcel } in incoming.iter_mut() {
+                let posted = InboxSlot::Posted(parcel.take(), from.elements);
+                slots.insert((from.peer, from.tag), posted);
+            }
+            drop(slots);
+            // A call of the system, even if no rank waits.
+            own.changed.notify_all();
         }
-        drop(slots);
-        own.changed.notify_all();
 
         // Peers that have posted already are served before computing, the others after.
         let mut late: Vec<&Outgoing<'_, B>> = Vec::new();

@@ -164,7 +164,7 @@ fn plan_any_gpu(job: &Job, dtype: DType) -> Option<BackwardLaunch> {
         && tensor_map::fits(&job.values(), &values)
         && tensor_map::fits(dq(job), &rows);
     let key_tiles = job.keys.div_ceil(variant.keys);
-    let tiles = key_tiles * heads(job).0.len() * job.segments * job.batch;
+    let tiles = key_tiles * key_head_offsets(job).len() * job.segments * job.batch;
     i32::try_from(tiles).ok().filter(|_| supported)?;
     let padded = job.queries.next_multiple_of(variant.queries);
     let dense = (job.batch * job.segments * job.heads * padded).div_ceil(ROWS);
