@@ -113,6 +113,10 @@ def of_torch(q, k, v, causal, scale, balanced):
 
         mesh = init_device_mesh(q.device.type, (dist.get_world_size(),))
         _attention._cp_options.enable_load_balance = balanced
+        if dist.get_backend() == "gloo":
+            # torch's own crashes with gloo and tensors of a GPU, which processes share here.
+            _attention.ft_c = types.SimpleNamespace(**vars(_attention.ft_c))
+            _attention.ft_c.all_gather_tensor = through_the_host
         rows = torch.zeros(2 * dist.get_world_size(), device=q.device)
         entered.append(context_parallel(mesh, buffers=[rows], buffer_seq_dims=[0]))
         entered[0].__enter__()
@@ -123,6 +127,13 @@ def of_torch(q, k, v, causal, scale, balanced):
         enable_gqa=k.shape[2] != q.shape[2],
     )
     return out.transpose(1, 2)
+
+
+def through_the_host(tensor, gather_dim, group):
+    own = tensor.cpu()
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    return torch.cat(every, gather_dim).to(tensor.device)
 
 
 def sides(window):
