@@ -95,7 +95,10 @@ pub fn run<C>(
     let (world, wire) = match started {
         Ok(started) => started,
         Err(error) => {
-            note(&format!("{name}: rank {rank} of {ranks}: {error}"));
+            // The watchdog may have reported a call of MPI that fails only now.
+            if !reported.swap(true, Ordering::SeqCst) {
+                note(&format!("{name}: rank {rank} of {ranks}: {error}"));
+            }
             std::thread::sleep(GRACE);
             return Err(AlreadyReported.into());
         }
