@@ -225,7 +225,7 @@ static Exact exact(const Case& c, const Setting& s, const Inputs& x) {
 
 struct Result { vector<float> dq, dk, dv; };
 static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_order, int resident,
-    Stores stores = ADDED, bool downwards = false) {
+    Stores stores = ADDED) {
   Result r{x.dq, x.dk, x.dv}; const JobParams& j = s.job;
   const int padded = (c.queries + BQ - 1) / BQ * BQ, blocks = padded / BQ,
             tiles = (c.keys + BK - 1) / BK;
@@ -258,8 +258,8 @@ static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_o
       (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold),
       (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch,
       first_blocks.data(), stores, !c.causal && tiles <= 2 ? blocks / tiles : 0,
-      key_rows.data(), end_blocks.data(), blocks, downwards ? tiles : NEVER,
-      (float)(CAP * M_LOG2E), (float)(2 * c.scale * M_LOG2E / CAP), (int)c.query_step, 0,
+      key_rows.data(), end_blocks.data(), blocks,
+      (float)(CAP * M_LOG2E), (float)(2 * c.scale * M_LOG2E / CAP), (int)c.query_step,
       slopes.data(), distances.data()};
   if (fold == 0.f) w.dq_gain = w.dk_gain = 0.f;
   TensorMap tq = map_of(s.q, x.q.data(), c, c.queries, c.dim, BQ, false, 1),
@@ -315,18 +315,6 @@ static void check(const Case& c) {
       c, "bits with another schedule");
   bool own = true; const double f = error(fast.dq, e.dq, x.dq, own);
   judge(f < bound && own && equal(r.dk, fast.dk, none), c, "any order", f);
-  // From the second sequence on, tiles may take their blocks in the other direction.
-  if (c.causal && !WINDOWED) {
-    auto down = [&](int resident) { return run(c, s, x, true, resident, ADDED, true); };
-    const Result first = down(3), second = down(2);
-    bool own = true;
-    const double q = error(first.dq, e.dq, x.dq, own), k = error(first.dk, e.dk, x.dk, own),
-                 v = error(first.dv, e.dv, x.dv, own);
-    judge(q < bound && k < bound && v < bound && own, c, "downwards", q, k, v);
-    judge(equal(first.dq, second.dq, none) && equal(first.dk, second.dk, none) &&
-              equal(first.dv, second.dv, none),
-        c, "bits downwards with another schedule");
-  }
   // Stored sums are those of adding to zeros, and only the job's rows are touched; rounded ones are
   // these, in memory of the keys' type.
   Inputs zeros = x;

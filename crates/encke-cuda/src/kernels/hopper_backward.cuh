@@ -17,12 +17,8 @@
 // in order. Tiles are drawn from a counter in that order, so a tile waits only for tiles drawn
 // before it. Under a mask the order is from the last tile of keys down, and every tile begins at
 // its first block: the tiles of a block then reach it at different times, in that order, and rarely
-// wait. But the longest tiles are drawn last, and the GPU is half empty while they end. So from
-// tile `downwards_from` on, where tiles do not begin all at once, the order is from the first tile
-// of keys up, and every tile begins at its last block and goes down, behind the tile before it.
-//
-// Without a mask each tile begins `stagger` blocks after the previous tile and wraps around: a
-// block is reached first by the tile that begins there, then by the tiles before it, and last by
+// wait. Without a mask each tile begins `stagger` blocks after the previous tile and wraps around:
+// a block is reached first by the tile that begins there, then by the tiles before it, and last by
 // the tiles after it. All tiles of a head must then run at once; where there may be too many
 // (`stagger` is 0), all begin at the first block and follow each other. In any order, tiles are
 // staggered too: those that run at once add to different rows.
@@ -85,11 +81,11 @@ struct HopperBackward {
   // blocks.
   const Range* key_rows;
   const int* end_blocks;
-  int query_blocks, downwards_from;   // the blocks of one head; a tile
+  int query_blocks;           // of one head
   // With SOFTCAP or SLOPES, in base 2: the cap, and twice the scale over it; the slopes of heads,
   // f32 in words of 64 bits; from backward_rows, how far query row 0 would lie after each key.
   float softcap, inverse_cap;
-  int query_position_step, pad;
+  int query_position_step;
   const uint2* slopes;
   const int* distances;
 };
@@ -146,8 +142,7 @@ DEV u32 slot_parity(u32 n) { return n >> 31; }
 // A tile's descriptor. For each of its query heads it processes blocks of queries from START to
 // END, then from FIRST on. It is in shared memory: all roles read it, few fields at a time, and
 // registers are scarce. LAST: the blocks of this CTA up to its end. ORDER: the tile's position in
-// the order of additions, with DOWNWARDS if its blocks go from the last to the first (START is the
-// last one then); blocks below UNCONTESTED are not seen by any tile that comes before it.
+// the order of additions; blocks below UNCONTESTED are not seen by any tile that comes before it.
 // KEY_BLOCK is negative after the last tile.
 enum {
   BATCH = 0,
@@ -167,11 +162,8 @@ DEV int tile_word(const Shared& m, u32 n, int word) {
   return (int)load_shared(m.tiles + slot_of(n) * TILE_BYTES + word);
 }
 
-#define DOWNWARDS 0x80000000u
 DEV int next_block(const Shared& m, u32 n, int block) {
-  const int first = tile_word(m, n, FIRST), end = tile_word(m, n, END);
-  if (tile_word(m, n, ORDER) < 0) return block == first ? end - 1 : block - 1;
-  return block + 1 == end ? first : block + 1;
+  return block + 1 == tile_word(m, n, END) ? tile_word(m, n, FIRST) : block + 1;
 }
 
 // Stores the tile with this index, unless no query sees its keys and no zeros need to be stored for
@@ -180,12 +172,7 @@ DEV bool store_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) 
   const JobParams& job = w.job;
   u32 rest = index / (u32)w.key_tiles;
   int key_block = index - rest * w.key_tiles;
-#if WINDOWED
-  const bool downwards = false;
-#else
-  const bool downwards = w.fixed_order && index >= (u32)w.downwards_from;
-#endif
-  if (job.causal && w.fixed_order && !downwards) key_block = w.key_tiles - 1 - key_block;
+  if (job.causal && w.fixed_order) key_block = w.key_tiles - 1 - key_block;
   const u32 to = m.tiles + slot_of(opaque(n)) * TILE_BYTES;
 #if WINDOWED
   // Word by word, and read again: few registers here. Tiles are not staggered.
@@ -212,12 +199,10 @@ DEV bool store_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) 
   store_shared(to + LAST, block_of(n) + blocks * (end_member - members.x));
 #else
   store_shared(to + 16, make_uint4(first, blocks, members.x, end_member));
-  const bool upwards = job.causal && !downwards;
-  store_shared(to + 32,
-      make_uint4(downwards ? blocks - 1 : first + key_block * w.stagger,
-          upwards ? w.key_tiles - 1 - key_block : key_block | (downwards ? DOWNWARDS : 0u),
-          upwards ? w.first_blocks[key_block + 1] : 0,
-          block_of(n) + (blocks - first) * (end_member - members.x)));
+  store_shared(to + 32, make_uint4(first + key_block * w.stagger,
+                            job.causal ? w.key_tiles - 1 - key_block : key_block,
+                            job.causal ? w.first_blocks[key_block + 1] : 0,
+                            block_of(n) + (blocks - first) * (end_member - members.x)));
 #endif
   return true;
 }
@@ -300,7 +285,7 @@ template <bool SECOND> DEV void load_stream(const HopperBackward& w, const Share
 // The semaphore value that this tile waits for at a block, and the value after which it releases
 // it: where the tile is uncontested, the tiles that never come are skipped.
 DEV u32 release_value(const HopperBackward& w, const Shared& m, u32 n, int block) {
-  const int own = tile_word(m, n, ORDER) & ~DOWNWARDS;
+  const int own = tile_word(m, n, ORDER);
   if (w.stagger == 0) return own;
   const int first = min(block / w.stagger, w.key_tiles - 1) - own;
   return first < 0 ? first + w.key_tiles : first;

@@ -101,10 +101,8 @@ struct HopperBackward {
     key_rows: u64,
     end_blocks: u64,
     query_blocks: i32,
-    downwards_from: i32,
     transform: [f32; 2],
     query_position_step: i32,
-    pad: i32,
     slopes: u64,
     distances: u64,
 }
@@ -357,21 +355,6 @@ impl HopperBackwardCall<'_> {
         self.control.pointer() + 4 * self.launch.semaphore_words(self.job) as u64
     }
 
-    /// The first tile whose blocks go from the last to the first (see hopper_backward.cuh): where a
-    /// mask is causal, sums are in a fixed order, and tiles are drawn so slowly that each follows
-    /// the one before it. The first tiles begin all at once.
-    fn downwards_from(&self, fixed_order: bool) -> usize {
-        let (job, launch) = (self.job, self.launch);
-        let all = self.context.device.multiprocessors() as usize;
-        let sequences = launch.tiles / launch.key_tiles;
-        let members = job.batch * job.segments * job.heads / sequences;
-        let causal = job.causal().is_some() && !launch.mode.windowed;
-        match fixed_order && causal && launch.key_tiles * members >= all {
-            true => all.next_multiple_of(launch.key_tiles),
-            false => i32::MAX as usize,
-        }
-    }
-
     /// The addresses of the ends of tiles' blocks, of the queries that see each key, and of the
     /// distances of keys.
     fn ranges(&self) -> [u64; 3] {
@@ -468,10 +451,8 @@ impl HopperBackwardCall<'_> {
             key_rows,
             end_blocks,
             query_blocks: (launch.padded / launch.variant.queries) as i32,
-            downwards_from: self.downwards_from(fixed_order) as i32,
             transform: [softcap * LOG2_E, 2.0 * job.scale * LOG2_E / softcap].map(|x| x as f32),
             query_position_step: launch.query_position_step,
-            pad: 0,
             slopes: slopes.as_ref().map_or(0, |table| table.pointer()),
             distances,
         };

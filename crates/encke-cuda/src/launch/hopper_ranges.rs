@@ -122,8 +122,15 @@ pub(crate) fn supports(tiling: &Tiling) -> bool {
 pub(crate) fn choose(job: &Job, carry: bool) -> Option<(&'static Tiling, RangeTiles)> {
     let all = pieces(job);
     let step = step(job, &all)?;
-    let tilings = hopper_tilings::candidates(RowDims::of(job), true, carry);
-    let tiled = tilings.filter(|tiling| supports(tiling));
+    let softcap = JobFeatures::of(job).softcap;
+    let of = |dims| {
+        let tilings = hopper_tilings::candidates(dims, true, carry);
+        tilings.filter(move |tiling| supports(tiling) && (!softcap || tiling.caps()))
+    };
+    // Where no tiling for rows of these lengths has registers, those of the longest rows do.
+    let own = of(RowDims::of(job)).count() > 0;
+    let longest = RowDims::same(hopper_tilings::MAX_DIM);
+    let tiled = of(if own { RowDims::of(job) } else { longest });
     let position_steps = position_steps(job, &all)?;
     let tiled = tiled.map(|tiling| (tiling, RangeTiles::new(&all, step, position_steps, tiling)));
     tiled.min_by(|(x, of_x), (y, of_y)| {

@@ -193,6 +193,11 @@ impl Tiling {
         (self.consumers as u32 + 1) * 128
     }
 
+    /// Whether it has registers for caps of scores.
+    pub fn caps(&self) -> bool {
+        self.dims != both(192)
+    }
+
     /// Whether queries are kept in registers: caps of scores need some of them.
     fn keeps_queries(&self, mode: ForwardMode) -> bool {
         self.q_registers && !mode.softcap
