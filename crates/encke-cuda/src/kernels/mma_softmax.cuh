@@ -12,7 +12,6 @@ struct Softmax { float m[MT][2], l[MT][2]; };
 // weight of 1, whatever the rounding was.
 DEV void online_softmax(
     Softmax& state, float (&s)[MT][SHARE / 8][4], float (&acc)[MT][VD / 8][4], float c) {
-  float maxima[MT][2];
   bool large = false;
   #pragma unroll
   for (int mt = 0; mt < MT; mt++)
@@ -22,19 +21,26 @@ DEV void online_softmax(
       #pragma unroll
       for (int n = 0; n < SHARE / 8; n++)
         row_max = fmaxf(row_max, fmaxf(s[mt][n][2 * half], s[mt][n][2 * half + 1]));
-      maxima[mt][half] = fmaxf(state.m[mt][half], quad_max(row_max) * c);
-      large |= fabsf(maxima[mt][half]) >= LARGE_SCORE;   // or a row that saw no key
+      const float m = fmaxf(state.m[mt][half], quad_max(row_max) * c);
+      const float rescale = exp2_fast(state.m[mt][half] - (m == neg_inf() ? 0.f : m));
+      large |= fabsf(m) >= LARGE_SCORE;   // or a row that saw no key
+      state.m[mt][half] = m;
+      state.l[mt][half] *= rescale;
+      #pragma unroll
+      for (int n = 0; n < VD / 8; n++) {
+        acc[mt][n][2 * half] *= rescale;
+        acc[mt][n][2 * half + 1] *= rescale;
+      }
     }
   large = __any_sync(~0u, large);
   #pragma unroll
   for (int mt = 0; mt < MT; mt++)
     #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const float m = maxima[mt][half];
-      float origin =
+      const float m = state.m[mt][half];
+      const float origin =
           m == neg_inf() ? 0.f : m;   // a row that saw no key: every weight is exp2(-inf)
-      float rescale = exp2_fast(state.m[mt][half] - origin), sum = 0.f;
-      float factor = c;
+      float factor = c, sum = 0.f;
       if (large && is_large(origin)) {
         factor = 1.f;
         #pragma unroll
@@ -50,13 +56,7 @@ DEV void online_softmax(
           s[mt][n][e] = exp2_fast(fmaf(s[mt][n][e], factor, -origin));
           sum += s[mt][n][e];
         }
-      state.m[mt][half] = m;
-      state.l[mt][half] = fmaf(state.l[mt][half], rescale, sum);
-      #pragma unroll
-      for (int n = 0; n < VD / 8; n++) {
-        acc[mt][n][2 * half] *= rescale;
-        acc[mt][n][2 * half + 1] *= rescale;
-      }
+      state.l[mt][half] += sum;
     }
 }
 
