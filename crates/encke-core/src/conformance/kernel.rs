@@ -61,9 +61,7 @@ impl KernelSuite {
             for seed in (0..CASES).filter(mine) {
                 attention(&bench(seed), &Case::new(seed, dtype, self))?;
             }
-            if self.wide_scores {
-                range::scores(kernel, &[dtype], self, (0..SMALL_CASES).filter(mine))?;
-            }
+            range::scores(kernel, &[dtype], self, (0..SMALL_CASES).filter(mine))?;
         }
         Ok(())
     }

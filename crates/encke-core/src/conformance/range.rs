@@ -14,7 +14,7 @@ use super::random::Random;
 use super::range_bounds::{Bound, RangeBounds};
 use super::suite::KernelSuite;
 use crate::dtype::DType;
-use crate::job::{Band, Job, Mask, Operand};
+use crate::job::{Band, Job, Mask, Operand, Window};
 use crate::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 
 /// Checks the cases of `seeds` on a kernel, each in a type of `dtypes`.
@@ -66,7 +66,8 @@ impl RangeCase {
     fn new(seed: u64, dtype: DType, suite: KernelSuite) -> RangeCase {
         let mut random = Random::new(seed ^ 0x5c0e);
         let dim = random.pick(suite.dims);
-        let (queries, keys) = (1 + random.below(40), 2 + random.below(80));
+        let most_keys = if suite.long_keys { 2000 } else { 80 };
+        let (queries, keys) = (1 + random.below(40), 2 + random.below(most_keys));
         let usual = 1.0 / (dim as f64).sqrt();
         let mut scale = random.pick(&[usual, usual, usual, 1.0, 1e-3, 1e3]);
         if suite.signs {
@@ -80,6 +81,7 @@ impl RangeCase {
         let between = |random: &mut Random, low: f64, high: f64| {
             low + (high - low) * (random.unit() + 1.0) / 2.0
         };
+        let top = top.min(suite.largest_scores);
         let score = between(&mut random, (2.0 * least).max(-40.0), top);
         // Kernels may multiply q by the scale.
         let most_q = most.min(38.0 - scale.abs().log10());
@@ -130,7 +132,12 @@ impl RangeCase {
         (case.v, case.dout) = (unit(keys), unit(queries));
         if random.once_in(2) {
             let query = (random.below(keys), 1 + random.below(3));
-            case.job.mask = Some(Mask::Band(Band::causal(query, (0, 1))));
+            let mut band = Band::causal(query, (0, 1));
+            if suite.masks && random.once_in(2) {
+                let [left, right] = [40, 20].map(|most| Some(random.below(most)));
+                band.window = Window { left, right };
+            }
+            case.job.mask = Some(Mask::Band(band));
         }
         case
     }
@@ -231,7 +238,7 @@ fn check<K: Kernel>(bench: &KernelBench<'_, K>, case: &RangeCase) -> Result<(), 
         dk.extend(bench.get(sum, elements.len(), &part_dk)?.to_f64());
         dv.extend(bench.get(sum, elements.len(), &part_dv)?.to_f64());
     }
-    let bounds = RangeBounds::new(case);
+    let bounds = RangeBounds::new(case, bench.suite);
     let get = |buffer, bounds: &[Bound]| {
         bench
             .get(sum, bounds.len(), buffer)

@@ -1,7 +1,9 @@
 //! Exact results of a [`RangeCase`], and how far a kernel may be from them.
 
 use super::range::RangeCase;
+use super::suite::KernelSuite;
 use super::tolerances::{base, floor};
+use crate::dtype::DType;
 
 /// An exact value, how far a result may be from it, and the size of its terms.
 #[derive(Clone, Copy, Default)]
@@ -30,7 +32,7 @@ pub(super) struct RangeBounds {
 }
 
 impl RangeBounds {
-    pub fn new(case: &RangeCase) -> RangeBounds {
+    pub fn new(case: &RangeCase, suite: KernelSuite) -> RangeBounds {
         let (queries, keys, dim) = (case.job.queries, case.job.keys, case.job.dim);
         let bounds = |rows: usize| vec![Bound::default(); rows * dim];
         let mut results = RangeBounds {
@@ -41,19 +43,19 @@ impl RangeBounds {
             dv: bounds(keys),
         };
         for query in 0..queries {
-            results.add_query(case, query);
+            results.add_query(case, query, least(case.dtype, suite));
         }
         results
     }
 
-    fn add_query(&mut self, case: &RangeCase, query: usize) {
+    fn add_query(&mut self, case: &RangeCase, query: usize, least: f64) {
         let dim = case.job.dim;
         let row = |values: &'_ [f64], at: usize| values[at * dim..(at + 1) * dim].to_vec();
         let (q, dout) = (row(&case.q, query), row(&case.dout, query));
-        let weights = QueryWeights::new(case, query);
+        let weights = QueryWeights::new(case, query, least);
         self.lse.push(weights.lse);
         let out = &mut self.out[query * dim..(query + 1) * dim];
-        for (key, p) in weights.forward.iter().enumerate() {
+        for (key, p) in (weights.first..).zip(&weights.forward) {
             let v = row(&case.v, key);
             out.iter_mut().zip(v).for_each(|(out, v)| out.add(*p, v));
         }
@@ -64,7 +66,7 @@ impl RangeBounds {
             out.error += relative * out.size;
             delta.add(*out, *dout);
         }
-        for (key, p) in weights.backward.iter().enumerate() {
+        for (key, p) in (weights.first..).zip(&weights.backward) {
             let (k, v) = (row(&case.k, key), row(&case.v, key));
             let mut dp = Bound::default();
             for (dout, v) in dout.iter().zip(&v) {
@@ -75,7 +77,7 @@ impl RangeBounds {
             let ds = Bound {
                 value: case.job.scale * p.value * value,
                 error: case.job.scale.abs()
-                    * (p.error * size + p.size * (delta.error + relative * size) + TINY),
+                    * (p.error * size + p.size * (delta.error + relative * size) + least),
                 // Kernels multiply by the scale before or after they sum.
                 size: case.job.scale.abs().max(1.0) * p.size * size,
             };
@@ -88,11 +90,19 @@ impl RangeBounds {
     }
 }
 
-/// Weights, and their gradients, below this size may count as 0.
-const TINY: f64 = 4.0 * f32::MIN_POSITIVE as f64;
+/// Weights, and gradients of scores, below this size may count as 0.
+fn least(dtype: DType, suite: KernelSuite) -> f64 {
+    match dtype {
+        // Half of the least f16.
+        DType::F16 if suite.narrow_weights => 2f64.powi(-25),
+        _ => 4.0 * f64::from(f32::MIN_POSITIVE),
+    }
+}
 
 /// The weights of one query, for each key that it sees.
 struct QueryWeights {
+    /// The first of these keys.
+    first: usize,
     lse: Bound,
     forward: Vec<Bound>,
     /// Relative to a rounded lse.
@@ -100,7 +110,7 @@ struct QueryWeights {
 }
 
 impl QueryWeights {
-    fn new(case: &RangeCase, query: usize) -> QueryWeights {
+    fn new(case: &RangeCase, query: usize, least: f64) -> QueryWeights {
         let (job, dim, sum) = (&case.job, case.job.dim, case.dtype.sum());
         let q = &case.q[query * dim..(query + 1) * dim];
         let mut noise = 0.0f64;
@@ -142,7 +152,7 @@ impl QueryWeights {
                 let value = sigmoid(*logit);
                 let high = (sigmoid(logit + 2.0 * noise) * rounded.exp()).min(1.0);
                 let low = sigmoid(logit - 2.0 * noise) * (-rounded).exp();
-                let error = (high - value).max(value - low) + relative * high + TINY;
+                let error = (high - value).max(value - low) + relative * high + least;
                 Bound {
                     value,
                     error,
@@ -152,10 +162,11 @@ impl QueryWeights {
             logits.iter().map(bound).collect()
         };
         let allowed = match sum {
-            crate::DType::F64 => 1e-12,
+            DType::F64 => 1e-12,
             _ => 4e-6,
         };
         QueryWeights {
+            first: job.visible(query).start,
             lse: Bound {
                 value: lse,
                 error: noise + allowed * (1.0 + lse.abs()),

@@ -13,8 +13,11 @@ pub struct KernelSuite {
     pub repeatable: bool,
     /// Whether to test negative and zero scales.
     pub signs: bool,
-    /// Whether to test scores from 1e-40 to 1e30; otherwise they are at most about 1e4.
-    pub wide_scores: bool,
+    /// The largest scores of cases of any size, as a decimal exponent; the smallest are 1e-40.
+    pub largest_scores: f64,
+    /// Whether weights and gradients of scores are rounded to the type of the inputs, and so are 0
+    /// below its least number (f16: 6e-8).
+    pub narrow_weights: bool,
     /// Whether to test windows and documents; otherwise masks are causal, and scores are plain.
     pub masks: bool,
     /// Whether to test softcaps and slopes beside them.
@@ -41,7 +44,8 @@ impl Default for KernelSuite {
             dims: &DIMS,
             repeatable: true,
             signs: false,
-            wide_scores: true,
+            largest_scores: 30.0,
+            narrow_weights: false,
             masks: true,
             transforms: true,
             document_bits: true,

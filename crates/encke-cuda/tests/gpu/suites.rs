@@ -1,7 +1,7 @@
 //! The conformance suite for kernels on every kernel family of the GPU.
 
 use encke_core::DType;
-use encke_core::conformance::KernelSuite;
+use encke_core::conformance::{KernelSuite, extent, scores};
 use encke_cuda::{CudaKernel, Path, Summation};
 
 use crate::tally::GpuTally;
@@ -14,6 +14,10 @@ const WIDE: &[usize] = &[32, 64, 96, 128, 192, 256];
 /// Head dimensions of cases with many keys: a few, with and without 16-byte rows.
 const LONG: &[usize] = &[20, 64, 128, 192];
 
+/// The largest scores that Hopper's forward kernel takes, as a decimal exponent: it subtracts a
+/// rounded maximum from products that are not rounded.
+const HOPPER_SCORES: f64 = 7.0;
+
 /// Shares of a suite that run concurrently.
 const SHARES: u64 = 8;
 
@@ -21,7 +25,7 @@ const SHARES: u64 = 8;
 pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync) {
     let narrow: &[DType] = &[DType::Bf16, DType::F16];
     let usual = KernelSuite {
-        wide_scores: false,
+        narrow_weights: true,
         // mma.sync multiplies the values of dropped pairs by 0.
         dropped_values: false,
         ..KernelSuite::default()
@@ -29,12 +33,14 @@ pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKerne
     // Windows, documents, transformed scores and values of another width are computed by the fastest
     // family that can; dropout by mma.sync alone, and its suite tests it.
     let mixed = KernelSuite {
+        largest_scores: HOPPER_SCORES,
         dropout: false,
         // Hopper cuts tiles of keys where the job's rows say, not where documents begin.
         document_bits: false,
         ..usual
     };
     let even = KernelSuite {
+        largest_scores: HOPPER_SCORES,
         dims: ALIGNED,
         masks: false,
         dropout: false,
@@ -85,6 +91,55 @@ pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKerne
         narrow,
     );
     long_keys(tally, &open);
+    let odd = KernelSuite {
+        dims: &[20, 64, 192],
+        ..usual
+    };
+    let even = KernelSuite {
+        dims: &[64, 128],
+        ..even
+    };
+    let all = &DType::ALL[..];
+    any_scores(tally, &open, "plain", Path::Plain, odd, all);
+    any_scores(tally, &open, "mma.sync", Path::Mma, odd, narrow);
+    any_scores(tally, &open, "Hopper", Path::Hopper, even, narrow);
+}
+
+/// More cases of scores of any size, of few keys and of many, each counted.
+fn any_scores(
+    tally: &mut GpuTally,
+    open: impl Fn() -> encke_cuda::Result<CudaKernel> + Sync,
+    name: &str,
+    path: Path,
+    suite: KernelSuite,
+    dtypes: &[DType],
+) {
+    for (long_keys, cases) in [(false, extent(100, 2000)), (true, extent(20, 500))] {
+        let suite = KernelSuite { long_keys, ..suite };
+        let share = |dtype: DType, first: u64| -> Vec<Result<(), String>> {
+            let kernel = match open() {
+                Ok(kernel) => kernel.path(path),
+                Err(error) => return vec![Err(error.to_string())],
+            };
+            let seeds = (first..cases).step_by(SHARES as usize);
+            let case = |seed| scores(&kernel, &[dtype], suite, [seed]);
+            let ended = seeds.map(|seed| case(seed).map_err(|failure| failure.message));
+            ended.collect()
+        };
+        let share = &share;
+        let each = dtypes.iter().flat_map(|dtype| {
+            std::thread::scope(|scope| {
+                let run = |first| scope.spawn(move || share(*dtype, first));
+                let threads: Vec<_> = (0..SHARES).map(run).collect();
+                let panicked = |_| vec![Err("a share panicked".to_string())];
+                let ended = threads.into_iter().map(|thread| thread.join());
+                let ended = ended.flat_map(|checks| checks.unwrap_or_else(panicked));
+                ended.collect::<Vec<_>>()
+            })
+        });
+        let kind = if long_keys { "many" } else { "few" };
+        tally.group(&format!("any scores, {kind} keys, {name}"), each);
+    }
 }
 
 /// Few queries and many keys, which are split over the GPU; masks and scores that this is not for
@@ -93,19 +148,23 @@ fn long_keys(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKer
     let suite = KernelSuite {
         dims: LONG,
         document_bits: false,
-        wide_scores: false,
+        narrow_weights: true,
         dropped_values: false,
         long_keys: true,
         ..KernelSuite::default()
     };
+    let mixed = KernelSuite {
+        largest_scores: HOPPER_SCORES,
+        ..suite
+    };
     let signed = KernelSuite {
         signs: true,
         masks: false,
-        ..suite
+        ..mixed
     };
     let checks = [
         ("mma.sync, usual", Path::Mma, suite),
-        ("whichever is fastest, usual", Path::Auto, suite),
+        ("whichever is fastest, usual", Path::Auto, mixed),
         ("whichever is fastest, signs", Path::Auto, signed),
     ];
     for (name, path, suite) in checks {
