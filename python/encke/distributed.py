@@ -140,7 +140,7 @@ def ring_attention(
         A seed is needed, the same on all ranks and another one in every call. Where dropout is
         0, as in evaluation, it has no effect.
     bits
-        With ``"invariant"`` the same bits on every ring, on the CPU: shards are contiguous, and
+        With ``"invariant"`` the same bits on every ring: shards are contiguous, and
         begin at multiples of 512 rows of every segment (``"invariant:32"``: of 32).
 
     The other options are those of :func:`encke.attention`. Returns out, or (out, lse) with

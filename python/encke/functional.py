@@ -204,7 +204,7 @@ def attention(
         in the fastest order.
     bits
         ``"planned"``, the fastest order of sums, which another ring has otherwise; or
-        ``"invariant"``: the same bits on every contiguous ring, on the CPU, whatever else is in
+        ``"invariant"``: the same bits on every contiguous ring, whatever else is in
         the call. Rings are cut at multiples of 512 rows of every segment, or of fewer with
         ``"invariant:256"`` down to ``"invariant:32"``; the bits belong to that number.
 

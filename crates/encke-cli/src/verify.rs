@@ -91,11 +91,7 @@ pub fn run(options: &Options) -> Result<Verdict> {
     options.device.check_wire(1)?;
     let limit = options.limit()?;
     let mut suite = match (options.faults, options.device.device) {
-        (_, ComputeDevice::Cpu) if options.bits => VerifySuite::bits()?,
-        (_, device) if options.bits => bail!(
-            "--bits compares rings on the CPU, whose bits can be invariant; leave --device \
-             {device} out"
-        ),
+        (_, device) if options.bits => VerifySuite::bits(device)?,
         (true, ComputeDevice::Cpu) => VerifySuite::faults(options.redundancy)?,
         (true, device) => bail!(
             "--faults tests messages and runs in the simulator, on the CPU; leave --device \
@@ -240,10 +236,9 @@ impl Options {
 
     /// The options that select the suite, for a command that repeats one configuration.
     fn arguments_to_repeat(&self) -> String {
-        if self.bits {
-            return "--bits ".to_string();
-        }
         match (self.faults, self.redundancy, self.device.device) {
+            (_, _, ComputeDevice::Cpu) if self.bits => "--bits ".to_string(),
+            (_, _, device) if self.bits => format!("--bits --device {device} "),
             (true, 0, _) => "--faults ".to_string(),
             (true, redundancy, _) => format!("--faults --redundancy {redundancy} "),
             (false, _, ComputeDevice::Cpu) => String::new(),

@@ -140,16 +140,22 @@ pub trait Kernel: Memory {
         [1, 1]
     }
 
-    /// Whether the bits that a job writes for the rows of a segment depend on nothing else: not on
-    /// other segments, batch entries or heads of other keys, nor on the number of threads.
+    /// Whether the bits that a job on a grid, or a step of it, writes for the rows of a segment
+    /// depend on nothing else: not on other segments, batch entries or heads of other keys, nor on
+    /// the number of threads.
     fn repeats_bits(&self) -> bool {
         false
     }
 
     /// Whether [`Kernel::attend`] takes jobs on a grid and attends in an order of their tiles that
     /// no ring changes. Other kernels get such a job step by step
-    /// ([`Job::tile_steps`](crate::job::Job::tile_steps)), and so do all in the backward pass.
+    /// ([`Job::tile_steps`](crate::job::Job::tile_steps)).
     fn attends_in_order(&self) -> bool {
+        false
+    }
+
+    /// The same of [`Kernel::backward`].
+    fn differentiates_in_order(&self) -> bool {
         false
     }
 

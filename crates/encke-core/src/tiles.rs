@@ -81,6 +81,19 @@ impl Job {
         Box::new(each)
     }
 
+    /// The steps of a job on a grid, each with whether it starts the softmax of its queries, if the
+    /// job `starts` that of its own.
+    pub fn forward_steps(&self, starts: bool) -> impl Iterator<Item = (Job, bool)> + '_ {
+        // The first diagonal has every query once.
+        let mut rows = 0;
+        self.tile_steps().map(move |step| {
+            let first = rows < self.queries;
+            let tiles = if self.segments == 1 { step.segments } else { 1 };
+            rows += tiles * step.queries;
+            (step, starts && first)
+        })
+    }
+
     /// The steps of one diagonal: the query tiles `numbers`, each with the key tile `diagonal`
     /// before it.
     fn diagonal(&self, of: JobTiles, diagonal: isize, numbers: Range<isize>) -> Vec<Job> {

@@ -224,8 +224,10 @@ static Exact exact(const Case& c, const Setting& s, const Inputs& x) {
 }
 
 struct Result { vector<float> dq, dk, dv; };
+// Where a job's rows are on the grid, as `BackwardRows` has it.
+struct GridPlace { int tile, key_lead, shift; };
 static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_order, int resident,
-    Stores stores = ADDED) {
+    Stores stores = ADDED, GridPlace place = {0, 0, 0}) {
   Result r{x.dq, x.dk, x.dv}; const JobParams& j = s.job;
   const int padded = (c.queries + BQ - 1) / BQ * BQ, blocks = padded / BQ,
             tiles = (c.keys + BK - 1) / BK;
@@ -247,17 +249,21 @@ static Result run(const Case& c, const Setting& s, const Inputs& x, bool fixed_o
         (int)(s.cells.heads[h] / s.cells.o.unit), (int)(s.dq.heads[h] / s.dq.o.unit)});
   }
   const int count = (int)key_heads.size(); key_heads.push_back({(int)query_heads.size(), 0});
-  const float fold = (P_SHIFT > 0) ? 1.f : (float)c.scale, down = (float)exp2(-P_SHIFT);
+  int exponent = 0;
+  const double fraction = frexp(c.scale, &exponent);
+  const float fold = (P_SHIFT > 0) ? (TILED ? (float)fraction : 1.f) : (float)c.scale,
+              down = (float)exp2(-P_SHIFT),
+              rest = TILED ? (P_SHIFT > 0 ? (float)exp2(exponent) : 1.f) : (float)(c.scale / fold);
   BackwardRows pre{j, x.q.data(), x.dout.data(), x.lse.data(), x.delta.data(), dense, dense + rows,
       control.data(), padded, fold * down, first_blocks.data(), tiles, BK, s.pieces.data(),
-      key_rows.data(), end_blocks.data(), (int)s.pieces.size(), 0,
-      distances.data()};
+      key_rows.data(), end_blocks.data(), (int)s.pieces.size(), place.tile, place.key_lead,
+      place.shift, distances.data()};
   emu::launch((int)((rows + 255) / 256), 1, 256, [&] { backward_rows(pre); });
   HopperBackward w{j, r.dk.data(), r.dv.data(), dense, dense + rows, key_heads.data(),
       query_heads.data(), control.data(), count, tiles, padded, fixed_order,
-      (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, (float)(c.scale / fold),
-      (float)(c.scale / fold), (float)c.gain * down, tiles * count * c.segments * c.batch,
-      first_blocks.data(), stores, !c.causal && tiles <= 2 ? blocks / tiles : 0,
+      (float)(c.scale * 1.4426950408889634), (float)c.gain * fold * down, rest,
+      rest, (float)c.gain * down, tiles * count * c.segments * c.batch,
+      first_blocks.data(), stores, !TILED && !c.causal && tiles <= 2 ? blocks / tiles : 0,
       key_rows.data(), end_blocks.data(), blocks,
       (float)(CAP * M_LOG2E), (float)(2 * c.scale * M_LOG2E / CAP), (int)c.query_step,
       slopes.data(), distances.data()};
@@ -409,7 +415,14 @@ static void check(const Case& c) {
   }
 }
 
+#if TILED
+#include "backward_tiles.h"
+#endif
+
 int main(int argc, char** argv) {
+#if TILED
+  return check_rings();
+#endif
   const int d = HD, odd = HD - 8;
 #if WINDOWED
   const i64 all = 1 << 30;

@@ -53,6 +53,8 @@ template <class To, class From> static inline To bits_as(From x) {
   memcpy(&y, &x, sizeof y);
   return y;
 }
+static inline float __fmul_rn(float x, float y) { return x * y; }
+static inline float __fadd_rn(float x, float y) { return x + y; }
 static inline float __int_as_float(int x) { return bits_as<float>(x); }
 static inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
 static inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }

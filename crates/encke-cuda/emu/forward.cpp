@@ -109,32 +109,36 @@ struct Problem {
 #endif
   }
 #if WINDOWED
-  // As launch/hopper_ranges.rs makes it.
-  void make_list() {
+  // As launch/hopper_ranges.rs makes it. `lead`: the position of the piece's first query after that
+  // of its first key.
+  void add_piece(int q0, int q1, int k0, int all, i64 lead) {
     auto down = [](i64 x, i64 by) { return x >= 0 ? x / by : -((-x + by - 1) / by); };
-    const i64 lead = c.query - c.key, step = c.query_step / c.key_step,
-              E = down(lead + c.right, c.key_step) + 1,
+    const i64 step = c.query_step / c.key_step, E = down(lead + c.right, c.key_step) + 1,
               S = -down(-(lead - c.left), c.key_step);
+    for (int row = q0; row < q1; row += ROWS) {
+      const int last = std::min(row + ROWS, q1) - 1;
+      const i64 end0 = E + (row - q0) * step, start0 = S + (row - q0) * step;
+      auto clamp = [&](i64 x) { return (int)std::max<i64>(0, std::min<i64>(x, all)); };
+      const int keys = clamp(end0 + (last - row) * step), start = clamp(start0),
+                last_start = clamp(start0 + (last - row) * step);
+      int blocks = (keys + KEYS - 1) / KEYS, begin = start / KEYS;
+      if (keys <= start) blocks = begin = 0;
+      const int masked = blocks - std::min(clamp(end0) / KEYS, blocks),
+                low = std::min((last_start + KEYS - 1) / KEYS, blocks);
+      list.push_back({keys, blocks, masked, begin});
+      list.push_back({low, q1, row, (int)(lead + (row - q0) * c.query_step)});
+      list.push_back({k0, all, (int)end0, (int)start0});
+    }
+  }
+  void make_list() {
     const int document = c.document ? c.document : c.queries,
               wide = c.document ? c.document + 3 : c.keys;
-    for (int q0 = 0, k0 = 0; q0 < c.queries; q0 += document, k0 += wide) {
-      const int q1 = std::min(q0 + document, c.queries),
-                all = std::max(0, std::min(wide, c.keys - k0));
-      for (int row = q0; row < q1; row += ROWS) {
-        const int last = std::min(row + ROWS, q1) - 1;
-        const i64 end0 = E + (row - q0) * step, start0 = S + (row - q0) * step;
-        auto clamp = [&](i64 x) { return (int)std::max<i64>(0, std::min<i64>(x, all)); };
-        const int keys = clamp(end0 + (last - row) * step), start = clamp(start0),
-                  last_start = clamp(start0 + (last - row) * step);
-        int blocks = (keys + KEYS - 1) / KEYS, begin = start / KEYS;
-        if (keys <= start) blocks = begin = 0;
-        const int masked = blocks - std::min(clamp(end0) / KEYS, blocks),
-                  low = std::min((last_start + KEYS - 1) / KEYS, blocks);
-        list.push_back({keys, blocks, masked, begin});
-        list.push_back({low, q1, row, (int)(c.query + (row - q0) * c.query_step - c.key)});
-        list.push_back({k0, all, (int)end0, (int)start0});
-      }
-    }
+    for (int q0 = 0, k0 = 0; q0 < c.queries; q0 += document, k0 += wide)
+      add_piece(q0, std::min(q0 + document, c.queries), k0,
+          std::max(0, std::min(wide, c.keys - k0)), c.query - c.key);
+    count_list();
+  }
+  void count_list() {
     tiles.row_tiles = (int)list.size() / 3;
     tiles.count = tiles.row_tiles * tiles.sequences;
     tiles.list = list.data();
@@ -208,7 +212,7 @@ struct Problem {
           hopper_forward(qm, kv_maps, job, tiles, v.data(), r.acc.data(), r.m.data(), r.l.data(),
               r.out.data(), r.lse.data(), counter);
         },
-        CAUSAL ? 0 : 1);
+        COUNTED ? 0 : 1);
   }
   template <class F> void each(F f) const {
     for (int b = 0; b < c.batch; b++)
@@ -348,7 +352,14 @@ static void hidden(const Case& c, int key, float what) {
   report("hidden", c, wrong == 0, wrong, 0);
 }
 
+#if TILED
+#include "forward_tiles.h"
+#endif
+
 int main() {
+#if TILED
+  return check_rings();
+#endif
   const double scale = (NEGATIVE ? -1 : 1) / sqrt((double)HD);
   const int d = HD, short_d = HD % 16 == 0 && HD > 16 ? HD - 8 : HD;
 #if WINDOWED

@@ -165,6 +165,29 @@ static void check_hidden(
           "a visible NaN is lost", i);
   } });
 }
+#if MASKED && !defined(STAGES)
+// A row has the same bits among fewer queries, and without the other segments and batch entries:
+// what makes a step of a job on a grid independent of the ring.
+static void check_alone(const Case& c, Random& random, const State& before, const State& after) {
+  if (c.pieces.size() > 1) return;
+  Case one = c;
+  Job& j = one.job;
+  const int first = random.below(j.queries), count = 1 + random.below(j.queries - first),
+            dim = value_dim(j);
+  j.queries = count; j.batch = j.segments = 1;
+  j.q.offset += first * j.q.row; j.cells.offset += first * j.cells.row;
+  one.pieces[0].query += first * one.pieces[0].query_step;
+  one.pieces[0].end_query = count;
+  State alone = before; run(one, alone, false, false);
+  for (int h = 0; h < j.heads; h++)
+    for (int i = 0; i < count; i++) {
+      const i64 cell = at(j.cells, 0, 0, i, h);
+      expect(same(alone.m, after.m, cell, 1) && same(alone.l, after.l, cell, 1) &&
+                 same(alone.acc, after.acc, cell * dim, dim),
+          c, "a row has other bits among fewer rows", first + i);
+    }
+}
+#endif
 #if MASKED
 // A known answer of Philox4x32-10 from its authors' library.
 static void check_coins(const Case& c) {
@@ -208,6 +231,9 @@ int main(int count, char** arguments) {
         for (int x = 0; x < dim; x++) before.acc[i * dim + x] = x ? (Sum)random.unit() : -0.f;
       }
     State after = before; run(c, after, false, false); check(c, before, after, false, "acc");
+#if MASKED && !defined(STAGES)
+    check_alone(c, random, before, after);
+#endif
     State last = before; run(c, last, false, true); check(c, before, last, true, "out of a carry");
     State first = fresh;
     first.acc.assign(first.acc.size(), NAN);

@@ -4,7 +4,6 @@
 #define __shared__ static   // one block runs at a time
 #define PLAIN_SHARED double* raw = (double*)emu::cta->memory
 using std::exp; using std::log; using std::tanh; using std::fma;
-static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline double __dmul_rn(double a, double b) { return a * b; }
 #if defined(T_F64)
 typedef double T; typedef double A;

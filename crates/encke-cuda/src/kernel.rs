@@ -25,7 +25,8 @@ use crate::hops::Hops;
 use crate::launch::chain_queue::ChainQueue;
 use crate::launch::split_tilings::SplitPlan;
 use crate::launch::{
-    LaunchContext, cells, copy, hopper_backward, hopper_forward, mma, plain, split,
+    LaunchContext, cells, copy, grid_backward, grid_jobs, hopper_backward, hopper_forward, mma,
+    plain, split,
 };
 use crate::lock::lock;
 use crate::operands::{BackwardOperands, DeviceInputs};
@@ -195,12 +196,97 @@ impl CudaKernel {
         })
     }
 
+    /// The family that computes the jobs of a call on a grid: the same for all of them.
+    fn grid_family(&self, job: &Job, dtype: DType, on_hopper: bool) -> crate::Result<Path> {
+        // What a job's mask hides differs from ring to ring, what its call has does not.
+        let job = Job {
+            mask: None,
+            ..job.clone()
+        };
+        self.family(&job, dtype, on_hopper)
+    }
+
+    /// Attends in the order of a grid.
+    fn attend_on_grid(
+        &self,
+        job: &Job,
+        inputs: DeviceInputs<'_>,
+        state: SoftmaxState<'_, Buffer>,
+    ) -> crate::Result<()> {
+        let SoftmaxState::Accumulate { carry, starts } = state else {
+            return Err(Error::Unsupported {
+                what: "a job on a grid that finishes its softmax".into(),
+            });
+        };
+        let dtype = inputs.dtype();
+        let on_hopper = grid_jobs::on_hopper(self.device(), job, dtype);
+        let family = self.grid_family(job, dtype, on_hopper)?;
+        if family == Path::Hopper {
+            return grid_jobs::aligned_parts(job).iter().try_for_each(|part| {
+                let carry = &mut *carry;
+                let state = SoftmaxState::Accumulate { carry, starts };
+                self.queue.forward(part, inputs, state)
+            });
+        }
+        grid_jobs::steps(job, starts).try_for_each(|(step, starts)| {
+            let carry = &mut *carry;
+            let state = SoftmaxState::Accumulate { carry, starts };
+            match family {
+                Path::Mma => mma::forward(self.context(), &step, inputs, state),
+                _ => plain::forward(self.context(), &step, inputs, state),
+            }
+        })
+    }
+
+    /// Adds gradients in the order of a grid.
+    fn backward_on_grid(
+        &self,
+        job: &Job,
+        inputs: DeviceInputs<'_>,
+        operands: BackwardOperands<'_>,
+    ) -> crate::Result<()> {
+        let (context, dtype) = (self.context(), inputs.dtype());
+        let on_hopper = grid_jobs::backward_on_hopper(&context.device, job, dtype);
+        let family = self.grid_family(job, dtype, on_hopper)?;
+        if family == Path::Hopper {
+            return grid_backward::backward(context, job, inputs, operands);
+        }
+        let BackwardOperands {
+            upstream,
+            gradients,
+        } = operands;
+        let Gradients { dq, dk, dv } = gradients;
+        grid_jobs::steps(job, false).try_for_each(|(step, _)| {
+            let gradients = Gradients {
+                dq: &mut *dq,
+                dk: &mut *dk,
+                dv: &mut *dv,
+            };
+            let operands = BackwardOperands {
+                upstream,
+                gradients,
+            };
+            match family {
+                Path::Mma => mma::backward(context, &step, inputs, operands),
+                _ => plain::backward(context, &step, inputs, operands),
+            }
+        })
+    }
+
     /// Whether `backward` of this job can write dk and dv, of so many elements, rounded to `dtype`,
     /// the type of q, k and v: it then overwrites all of both, which must be zero before.
     pub fn rounds_key_gradients(&self, job: &Job, dtype: DType, elements: [usize; 2]) -> bool {
-        let launch = hopper_backward::plan(&self.context().device, job, dtype);
-        let family = self.family(job, dtype, launch.is_some());
-        family.is_ok_and(|family| family == Path::Hopper) && hopper_backward::covers(job, elements)
+        let device = &self.context().device;
+        let (on_hopper, parts) = match job.tiles {
+            None => (hopper_backward::plan(device, job, dtype).is_some(), 1),
+            Some(_) => (
+                grid_jobs::backward_on_hopper(device, job, dtype),
+                grid_jobs::aligned_parts(job).len(),
+            ),
+        };
+        let family = self.family(job, dtype, on_hopper);
+        let hopper = family.is_ok_and(|family| family == Path::Hopper);
+        hopper && parts == 1 && hopper_backward::covers(job, elements)
     }
 
     /// How the forward pass splits the keys of a job: few queries leave most of the GPU idle
@@ -224,6 +310,9 @@ impl CudaKernel {
         state: SoftmaxState<'_, Buffer>,
     ) -> crate::Result<()> {
         let dtype = inputs.dtype();
+        if job.tiles.is_some() {
+            return self.attend_on_grid(job, inputs, state);
+        }
         if let Some(plan) = self.split_plan(job, dtype) {
             return split::forward(self.context(), job, &plan, inputs, state);
         }
@@ -316,6 +405,9 @@ impl Kernel for CudaKernel {
         out: &mut Buffer,
         lse: &mut Buffer,
     ) -> Result<()> {
+        if (self.queue).finish_on_grid((cells, gain), carry, out, lse)? {
+            return Ok(());
+        }
         Ok(cells::finish(
             self.context(),
             cells,
@@ -361,6 +453,9 @@ impl Kernel for CudaKernel {
             gradients,
         };
         let inputs = DeviceInputs::new(q, k, v)?;
+        if job.tiles.is_some() {
+            return Ok(self.backward_on_grid(job, inputs, gradients)?);
+        }
         let (context, dtype) = (self.context(), inputs.dtype());
         let launch = hopper_backward::plan(&context.device, job, dtype);
         let fixed_order = self.summation == Summation::Deterministic;
@@ -385,6 +480,18 @@ impl Kernel for CudaKernel {
                 hopper_backward::workspace_bytes(&self.context().device, job, dtype)
             }
         }
+    }
+
+    fn repeats_bits(&self) -> bool {
+        true
+    }
+
+    fn attends_in_order(&self) -> bool {
+        true
+    }
+
+    fn differentiates_in_order(&self) -> bool {
+        true
     }
 
     fn fastest_dtype(&self) -> DType {

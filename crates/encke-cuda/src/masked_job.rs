@@ -35,7 +35,8 @@ pub(crate) enum TileRows {
 /// What tensor core programs are compiled for, beside dimensions and types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct JobFeatures {
-    /// Anything but a dense or causal job with plain scores.
+    /// Anything but a dense or causal job with plain scores; also a step of a job on a grid, so
+    /// that a row meets one program whatever its mask is.
     pub masked: bool,
     pub softcap: bool,
     pub slopes: bool,
@@ -47,7 +48,7 @@ impl JobFeatures {
     pub fn of(job: &Job) -> JobFeatures {
         let transform = job.transform.as_ref();
         JobFeatures {
-            masked: !job.is_plain(),
+            masked: !job.is_plain() || job.tiles.is_some(),
             softcap: transform.is_some_and(|of| of.softcap.is_some()),
             slopes: transform.is_some_and(|of| of.slopes.is_some()),
             dropout: job.dropout.is_some(),
@@ -267,7 +268,7 @@ impl TableCache {
         size: usize,
     ) -> Result<JobArgument> {
         let plain = self.job(device, job)?;
-        if job.is_plain() {
+        if !JobFeatures::of(job).masked {
             let count = match rows {
                 TileRows::Queries => job.queries,
                 TileRows::Keys => job.keys,

@@ -83,14 +83,8 @@ pub(crate) fn run_task<K: Kernel>(
             if job.tiles.is_none() || kernel.attends_in_order() {
                 return attend(job, *starts);
             }
-            // The first diagonal has every query once.
-            let mut rows = 0;
-            job.tile_steps().try_for_each(|step| {
-                let first = rows < job.queries;
-                let tiles = if job.segments == 1 { step.segments } else { 1 };
-                rows += tiles * step.queries;
-                attend(&step, *starts && first)
-            })
+            let mut steps = job.forward_steps(*starts);
+            steps.try_for_each(|(step, starts)| attend(&step, starts))
         }),
         Task::Conclude {
             job,
@@ -174,14 +168,18 @@ pub(crate) fn run_task<K: Kernel>(
             };
             let (q, k, v) = (read(*q), read(*k), read(*v));
             let [to_q, to_k, to_v] = &mut gradients;
-            let done = job.tile_steps().try_for_each(|step| {
+            let mut backward = |job: &Job| {
                 let into = Gradients {
                     dq: &mut *to_q,
                     dk: &mut *to_k,
                     dv: &mut *to_v,
                 };
-                kernel.backward(&step, q, k, v, upstream, into)
-            });
+                kernel.backward(job, q, k, v, upstream, into)
+            };
+            let done = match kernel.differentiates_in_order() {
+                true => backward(job),
+                false => job.tile_steps().try_for_each(|step| backward(&step)),
+            };
             for (id, buffer) in [*dq, *dk, *dv].into_iter().zip(gradients) {
                 *outputs.slot(id) = Some(buffer);
             }

@@ -41,4 +41,5 @@ pub use self::mutate::mutate;
 pub use self::random::Random;
 pub use self::range::scores;
 pub use self::suite::KernelSuite;
+pub use self::tiled::TiledSizes;
 pub use self::transport::transport;

@@ -12,20 +12,42 @@ use crate::plan::Request;
 use crate::shape::Shape;
 use crate::sharding::Sharding;
 
-/// Most tokens drawn.
-const TOKENS: usize = 700;
+/// The sizes of drawn requests.
+#[derive(Debug, Clone, Copy)]
+pub struct TiledSizes {
+    /// Rows of a tile.
+    pub tile: usize,
+    /// Most tokens.
+    pub tokens: usize,
+    /// Head dimensions.
+    pub dims: &'static [usize],
+}
+
+impl TiledSizes {
+    /// The smallest tiles.
+    pub const SMALL: TiledSizes = TiledSizes {
+        tile: Bits::SMALLEST_TILE,
+        tokens: 700,
+        dims: &[4, 8, 17, 32, 80],
+    };
+}
 
 impl Configuration {
     /// The configuration of a seed on tiles of 32 rows.
     pub fn tiled(seed: u64, dtype: DType) -> Configuration {
+        Configuration::tiled_with(seed, dtype, TiledSizes::SMALL)
+    }
+
+    /// The configuration of a seed with these sizes.
+    pub fn tiled_with(seed: u64, dtype: DType, sizes: TiledSizes) -> Configuration {
         let mut random = Random::new(seed ^ 0x711e5);
         let kv_heads = 1 + random.below(2);
         let heads = kv_heads * (1 + random.below(3));
-        let tokens = 1 + random.below(TOKENS);
-        let dim = random.pick(&[4, 8, 17, 32, 80]);
+        let tokens = 1 + random.below(sizes.tokens);
+        let dim = random.pick(sizes.dims);
         let shape = Shape::new(1 + random.below(2), tokens, heads, kv_heads, dim);
         let mut shape = shape.expect("sizes are positive");
-        let mut pattern = tiled_pattern(&mut random, heads, tokens);
+        let mut pattern = tiled_pattern(&mut random, heads, tokens, sizes.tile);
         if random.once_in(2) {
             let prefix = random.below(tokens);
             pattern = random_mask(&mut random, pattern, tokens);
@@ -43,7 +65,7 @@ impl Configuration {
         }
         let sharding = Sharding::contiguous(1).expect("one rank");
         let mut request = Request {
-            bits: Bits::InvariantTiles(32),
+            bits: Bits::InvariantTiles(sizes.tile),
             ..Request::new(shape, pattern, sharding, dtype)
         };
         request.softcap = random.once_in(5).then(|| 0.5 + 3.0 * random.unit().abs());
@@ -59,7 +81,7 @@ impl Configuration {
     }
 }
 
-fn tiled_pattern(random: &mut Random, heads: usize, tokens: usize) -> Pattern {
+fn tiled_pattern(random: &mut Random, heads: usize, tokens: usize, tile: usize) -> Pattern {
     let causal = random.once_in(2);
     if random.once_in(3) {
         return Pattern::dense().causal(causal);
@@ -72,7 +94,7 @@ fn tiled_pattern(random: &mut Random, heads: usize, tokens: usize) -> Pattern {
     let segments: Vec<usize> = dilations
         .iter()
         .map(|dilation| match random.once_in(2) {
-            true => 32 * dilation * (1 + random.below(tokens / 32 + 1)),
+            true => tile * dilation * (1 + random.below(tokens / tile + 1)),
             false => 1 + random.below(tokens),
         })
         .collect();

@@ -13,6 +13,10 @@
 #ifndef WINDOWED
 #define WINDOWED 0
 #endif
+// TILED: blocks of queries in a tile of the grid (spec, section 12); 0: there is no grid.
+#ifndef TILED
+#define TILED 0
+#endif
 
 // Words of `control`, zeroed before the first kernel; the semaphores (one per block of queries)
 // follow.

@@ -24,10 +24,29 @@ struct BackwardRows {
   const PieceParams* pieces;
   Range* key_rows;
   int* end_blocks;
-  int count_pieces, pad;
+  int count_pieces;
+  // With TILED: rows of a tile, positive if queries see keys of their own tile and those before,
+  // negative if those after it, 0 if all. The tile of key j begins `shift` query rows after the
+  // multiple of a tile's rows that j + key_lead begins with.
+  int tile, key_lead, shift;
   // With SLOPES: how far the query with row 0 would lie after each key.
   int* distances;
 };
+#if TILED
+// The first query row of the tile of a key, if the job has it; else 0 or all its rows.
+DEV int own_start(const BackwardRows& w, int key) {
+  const int size = w.tile < 0 ? -w.tile : w.tile;
+  return max(0, min(((key + w.key_lead) & -size) + w.shift, w.job.queries));
+}
+// The queries among `seeing` that the grid leaves a key.
+DEV Range on_grid(const BackwardRows& w, int key, Range seeing) {
+  if (w.tile > 0) seeing.start = max(seeing.start, own_start(w, key));
+  if (w.tile < 0) seeing.end = min(seeing.end, own_start(w, key));
+  return Range{seeing.start, max(seeing.start, seeing.end)};
+}
+#else
+DEV Range on_grid(const BackwardRows&, int, Range seeing) { return seeing; }
+#endif
 
 // A bit mask of the rows in `suspects`, counted from `row`, that are not finite. A warp reads them
 // together, 16 bytes per thread and several loads in flight, because memory latency dominates.
@@ -78,7 +97,8 @@ DEV Range seeing_queries(const BackwardRows& w, int key) {
   const int low = piece_of_key(w, key);
   if (low == w.count_pieces) return Range{w.job.queries, w.job.queries};
   const PieceParams& p = w.pieces[low];
-  return key < p.first_key ? Range{p.first_query, p.first_query} : queries_of(p, key);
+  return key < p.first_key ? Range{p.first_query, p.first_query}
+                           : on_grid(w, key, queries_of(p, key));
 }
 DEV void write_ranges(const BackwardRows& w, i64 index, i64 step) {
   for (i64 key = index; key < (i64)w.key_tiles * w.tile_keys; key += step)
@@ -103,9 +123,10 @@ DEV void write_ranges(const BackwardRows& w, i64 index, i64 step) {
 
 // The first block of queries that sees a tile of keys; the number of blocks if none does.
 DEV int first_block(const BackwardRows& w, int tile) {
-  const int key = tile * w.tile_keys,
-            row = key < w.job.keys ? first_query(w.job, key) : w.job.queries;
-  return row < w.job.queries ? row / BQ : (w.job.queries + BQ - 1) / BQ;
+  const int key = tile * w.tile_keys, all = w.job.queries,
+            row = key < w.job.keys
+                      ? on_grid(w, key, Range{first_query(w.job, key), all}).start : all;
+  return row < all ? row / BQ : (all + BQ - 1) / BQ;
 }
 
 // Each thread writes one row; the 32 threads of a warp examine their 32 rows together.
@@ -120,6 +141,11 @@ backward_rows(const __grid_constant__ BackwardRows w) {
 #else
   for (i64 tile = index; tile <= w.key_tiles; tile += (i64)gridDim.x * 256)
     w.first_blocks[tile] = first_block(w, (int)tile);
+#if TILED
+  for (i64 tile = index; tile < w.key_tiles; tile += (i64)gridDim.x * 256)
+    w.end_blocks[tile] =
+        (on_grid(w, (int)(tile * w.tile_keys), Range{0, job.queries}).end + BQ - 1) / BQ;
+#endif
 #endif
   if (index - lane >= total) return;  // `padded` is a multiple of 32: one head per warp
   const int row = (int)(index % w.padded);

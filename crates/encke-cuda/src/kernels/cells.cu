@@ -45,12 +45,17 @@ struct __align__(16) SumVector { A x[16 / sizeof(A)]; };
 struct __align__(16) InputVector { T x[16 / sizeof(T)]; };
 struct __align__(16 / sizeof(A) * sizeof(T)) OutputVector { T x[16 / sizeof(A)]; };
 
+// As the attention kernels of the type finish a row: those with tensor cores multiply it by a
+// factor.
 DEV T normalized(A acc, A l, A gain) {
   T x;
-  narrow(l == 0 ? (A)0 : (A)(gain * (acc / l)), x);
+  const A scaled = sizeof(T) == 2 ? acc * (gain / l) : gain * (acc / l);
+  narrow(l == 0 ? (A)0 : scaled, x);
   return x;
 }
-DEV A lse_of(A m, A l) { return l == 0 ? (A)neg_inf() : m + log(l); }
+DEV float sum_of(float x, float y) { return __fadd_rn(x, y); }
+DEV double sum_of(double x, double y) { return x + y; }
+DEV A lse_of(A m, A l) { return l == 0 ? (A)neg_inf() : sum_of(m, log(l)); }
 
 DEV void finish_vectors(const SumVector* acc, const A* m, const A* l, OutputVector* out, A* lse,
     i64 cells, int shift, A gain) {

@@ -169,6 +169,14 @@ DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
   for (int i = 0; i < HD / 2; i++) dk[i] = 0.f;
   #pragma unroll
   for (int i = 0; i < VD / 2; i++) dv[i] = 0.f;
+#if TILED
+  if (w.stores == CONTINUED) {
+    const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x,
+              key = tile_word(m, n, KEY_BLOCK) * BK + warpgroup * 64 + warp * 16 + lane / 4;
+    load_rows(w.dk, job, m, n, head, dk, w.dk_gain, key, 0, lane);
+    load_rows(w.dv, job, m, n, head, dv, w.dv_gain, key, 0, lane);
+  }
+#endif
 
   set_unmasked_from(
       w, m, n, warpgroup, thread, tile_word(m, n, KEY_BLOCK) * BK + warpgroup * 64 + 63);
@@ -186,7 +194,7 @@ DEV u32 process_tile(const HopperBackward& w, const Shared& m, u32 n, int warpgr
     is_first = false;
     // This overlaps with the next scores.
     n++;
-    block = next_block(m, n, block);
+    block = loaded_block(m, n, block);
     more = block_of(n) < (u32)tile_word(m, n, LAST);
     masked = is_masked(m, warpgroup, block);
     wgmma_wait<0>();

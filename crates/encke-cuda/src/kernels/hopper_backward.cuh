@@ -23,6 +23,11 @@
 // (`stagger` is 0), all begin at the first block and follow each other. In any order, tiles are
 // staggered too: those that run at once add to different rows.
 //
+// With TILED dQ is always added in a fixed order: that of the tiles of the grid, the last keys
+// first. The sums of dK and dV meet queries in the order of the grid, too: tile after tile, and in
+// each tile every query head. They continue what is in memory, so that no sum of sums arises where
+// queries are cut between tiles; gains are powers of two, and change no bit.
+//
 // Macros: HD head dimension in steps of 16 (the job's may be smaller: missing columns read as
 // zero), VD that of values, if they have another, BQ queries per block, STAGES pipeline stages of
 // blocks, DQ_STAGES staging buffers of finished dQ, SCALES_DQ whether dQ is multiplied by its gain
@@ -57,8 +62,8 @@
 #define NONFINITE_BIT 0x80000000u                     // marks a key's first row
 
 // What happens to the sums of dK and dV: added to memory; or, where a zero-fill is pending, stored,
-// as sums or rounded to the type of the keys.
-enum Stores { ADDED = 0, STORED = 1, ROUNDED = 2 };
+// as sums or rounded to the type of the keys; with TILED, continued rather than added.
+enum Stores { ADDED = 0, STORED = 1, ROUNDED = 2, CONTINUED = 3 };
 
 struct HopperBackward {
   JobParams job;
@@ -95,8 +100,9 @@ struct Shared {
   u32 k, v, q, o, pairs, dq, lse, delta, first, end;
   u32 k_full, v_full, kv_empty, q_full, o_full, empty, dq_full, dq_empty, tile_full, tile_empty;
   u32 ds_full, ds_empty;      // of dS of two blocks, for narrow heads
-  // Whether keys are not finite; see set_unmasked_from; two tile descriptors.
-  u32 nonfinite, unmasked, tiles;
+  // Whether keys are not finite; see set_unmasked_from; two tile descriptors; with TILED the block
+  // in each stage.
+  u32 nonfinite, unmasked, tiles, blocks;
   u32 distances, slopes;      // of the tile's keys; of the blocks' heads
 };
 DEV Shared shared_from(u32 base) {
@@ -125,6 +131,7 @@ DEV Shared shared_from(u32 base) {
   m.ds_full = m.tile_empty + 16;
   m.ds_empty = m.ds_full + 16;
   m.nonfinite = m.ds_empty + 16; m.unmasked = m.nonfinite + 8;
+  m.blocks = m.unmasked + (WINDOWED ? 16 : 8);
   return m;
 }
 
@@ -165,6 +172,14 @@ DEV int tile_word(const Shared& m, u32 n, int word) {
 DEV int next_block(const Shared& m, u32 n, int block) {
   return block + 1 == tile_word(m, n, END) ? tile_word(m, n, FIRST) : block + 1;
 }
+// The block after `block`, which is the n-th and has been loaded if it exists.
+DEV int loaded_block(const Shared& m, u32 n, int block) {
+#if TILED
+  return (int)load_shared(m.blocks + stage_of<STAGES>(n) * 4);
+#else
+  return next_block(m, n, block);
+#endif
+}
 
 // Stores the tile with this index, unless no query sees its keys and no zeros need to be stored for
 // them.
@@ -172,16 +187,18 @@ DEV bool store_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) 
   const JobParams& job = w.job;
   u32 rest = index / (u32)w.key_tiles;
   int key_block = index - rest * w.key_tiles;
-  if (job.causal && w.fixed_order) key_block = w.key_tiles - 1 - key_block;
+  if ((job.causal || TILED) && w.fixed_order) key_block = w.key_tiles - 1 - key_block;
   const u32 to = m.tiles + slot_of(opaque(n)) * TILE_BYTES;
-#if WINDOWED
+#if WINDOWED || TILED
   // Word by word, and read again: few registers here. Tiles are not staggered.
   store_shared(to + FIRST, (u32)w.first_blocks[key_block]);
   store_shared(to + START, load_shared(to + FIRST));
   store_shared(to + END, (u32)max((int)load_shared(to + FIRST), w.end_blocks[key_block]));
   store_shared(to + ORDER, (u32)(w.key_tiles - 1 - key_block));
   store_shared(to + UNCONTESTED, (u32)w.first_blocks[key_block + 1]);
-  if (load_shared(to + FIRST) == load_shared(to + END) && w.stores == ADDED) return false;
+  if (load_shared(to + FIRST) == load_shared(to + END) &&
+      (w.stores == ADDED || w.stores == CONTINUED))
+    return false;
 #else
   const int blocks = (job.queries + BQ - 1) / BQ, first = w.first_blocks[key_block];
   if (first == blocks && w.stores == ADDED) return false;
@@ -192,7 +209,7 @@ DEV bool store_tile(const HopperBackward& w, const Shared& m, u32 n, u32 index) 
   rest /= (u32)w.key_head_count;
   store_shared(
       to, make_uint4(rest / (u32)job.segments, rest % (u32)job.segments, key_block, members.y));
-#if WINDOWED
+#if WINDOWED || TILED
   store_shared(to + FIRST_MEMBER, (u32)members.x);
   store_shared(to + END_MEMBER, (u32)end_member);
   const u32 blocks = load_shared(to + END) - load_shared(to + FIRST);
@@ -236,6 +253,12 @@ template <int COUNT> DEV void load_slabs(u32 to, u32 slab_bytes, const TensorMap
   for (int slab = 0; slab < COUNT; slab++)
     tma_load(to + slab * slab_bytes, map, barrier, slab * 64, row, head, segment, batch);
 }
+#if TILED
+// The end of the blocks of a grid's tile from block `start` of it on.
+DEV int grid_end(const Shared& m, u32 n, int start) {
+  return min((start / TILED + 1) * TILED, tile_word(m, n, END));
+}
+#endif
 // One of two load streams: a tile's keys and its blocks of queries with lse, or values, output
 // gradients and delta. `fixed` and `moving` are the targets. The first stream also publishes the
 // tiles.
@@ -253,6 +276,14 @@ template <bool SECOND> DEV void load_stream(const HopperBackward& w, const Share
     barrier_expect(once, slabs * BK * 128);
     load_slabs<slabs>(fixed, BK * 128, fixed_map, once, tile_word(m, n, KEY_BLOCK) * BK,
         tile_word(m, n, KEY_HEAD), tile_word(m, n, SEGMENT), tile_word(m, n, BATCH));
+#if TILED
+    int end;
+    #pragma unroll 1
+    for (int start = tile_word(m, n, FIRST); start < tile_word(m, n, END); start = end) {
+      end = grid_end(m, n, start);
+#else
+    {
+#endif
     #pragma unroll 1
     for (int member = tile_word(m, n, FIRST_MEMBER); member < tile_word(m, n, END_MEMBER);
         member++) {
@@ -262,18 +293,25 @@ template <bool SECOND> DEV void load_stream(const HopperBackward& w, const Share
           (SECOND ? w.delta : w.lse) +
           (((i64)batch * w.job.segments + segment) * w.job.heads + head->x) * w.padded;
       const int coordinate = SECOND ? head->z : head->y;
+#if TILED
+      #pragma unroll 1
+      for (int block = start; block < end; block++, n++) {
+#else
       int block = tile_word(m, n, START);
       #pragma unroll 1
       for (bool more = tile_word(m, n, FIRST) < tile_word(m, n, END); more;
           block = next_block(m, n, block), more = block != tile_word(m, n, START), n++) {
+#endif
         const u32 stage = stage_of<STAGES>(n), barrier = full + 8 * stage;
         barrier_wait(m.empty + 8 * stage, parity_of<STAGES>(n) ^ 1);
         if (SLOPES && !SECOND) store_shared(m.slopes + 4 * stage, w.slopes[head->x].x);
+        if (TILED && !SECOND) store_shared(m.blocks + stage * 4, (u32)block);
         barrier_expect(barrier, slabs * BQ * 128 + BQ * 4);
         load_slabs<slabs>(moving + stage * (slabs * BQ * 128), BQ * 128, moving_map, barrier,
             block * BQ, coordinate, segment, batch);
         bulk_load(dense + stage * BQ * 4, from + block * BQ, BQ * 4, barrier);
       }
+    }
     }
     if (SECOND) release_tile(m, n);
     n += ONE_TILE;
@@ -298,6 +336,14 @@ DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) 
   u32 n = 0;
   #pragma unroll 1
   for (; wait_tile(m, n); release_tile(m, n), n += ONE_TILE) {
+#if TILED
+    int end;
+    #pragma unroll 1
+    for (int start = tile_word(m, n, FIRST); start < tile_word(m, n, END); start = end) {
+      end = grid_end(m, n, start);
+#else
+    {
+#endif
     #pragma unroll 1
     for (int member = tile_word(m, n, FIRST_MEMBER); member < tile_word(m, n, END_MEMBER);
         member++) {
@@ -308,11 +354,16 @@ DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) 
           (((i64)tile_word(m, n, BATCH) * w.job.segments + tile_word(m, n, SEGMENT)) *
                   w.job.heads +
               head->x) *
-              (WINDOWED ? w.query_blocks : tile_word(m, n, END));
+              (WINDOWED || TILED ? w.query_blocks : tile_word(m, n, END));
+#if TILED
+      #pragma unroll 1
+      for (int block = start; block < end; block++, n++) {
+#else
       int block = tile_word(m, n, START);
       #pragma unroll 1
       for (bool more = tile_word(m, n, FIRST) < tile_word(m, n, END); more;
           block = next_block(m, n, block), more = block != tile_word(m, n, START), n++) {
+#endif
         const u32 stage = stage_of<DQ_STAGES>(n);
         barrier_wait(m.dq_full + 8 * stage, parity_of<DQ_STAGES>(n));
         if (w.fixed_order) semaphore_wait(semaphores + block, wait_value(w, m, n, block));
@@ -329,6 +380,7 @@ DEV void add_dq(const HopperBackward& w, const Shared& m, const TensorMap* dqs) 
           semaphore_release(semaphores + block, release_value(w, m, n, block) + 1);
         }
       }
+    }
     }
   }
   bulk_wait_all();

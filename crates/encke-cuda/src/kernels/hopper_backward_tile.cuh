@@ -283,6 +283,27 @@ DEV void stage_dq(u32 to, const float (&dq)[32], float gain, int lane) {
   fence_async();
   __syncwarp();
 }
+#if TILED
+// Loads what `add_rows` stored, without its gain.
+template <int N> DEV void load_rows(const void* from, const JobParams& job, const Shared& m, u32 n,
+    int head, float (&sum)[N], float gain, int key, int column, int lane) {
+  const float inverse = gain == 0.f ? 0.f : 1.f / gain;
+  #pragma unroll
+  for (int down = 0; down < 2; down++) {
+    const bool exists = key + 8 * down < job.keys;
+    const i64 row = at(job.k, tile_word(m, n, BATCH), tile_word(m, n, SEGMENT),
+                        exists ? key + 8 * down : 0, head) + column + (lane % 4) * 2;
+    #pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+      float2 x = make_float2(0.f, 0.f);
+      if (exists && column + i * 8 < job.dim)
+        x = *(const float2*)((const float*)from + row + i * 8);
+      sum[4 * i + 2 * down] = x.x * inverse;
+      sum[4 * i + 2 * down + 1] = x.y * inverse;
+    }
+  }
+}
+#endif
 // Adds this thread's part of dK or dV (VALUES) to memory, or stores it: two rows, every fourth pair
 // of columns from `column` on. No other thread adds to these elements, so the order does not
 // matter; a reduction in memory avoids waiting for the old value.
@@ -303,7 +324,7 @@ template <bool VALUES, int N> DEV void add_rows(void* to, const JobParams& job, 
       if (column + i * 8 >= dim) continue;
       if (stores == ROUNDED)
         *(u32*)((u16*)to + row + i * 8) = pack(x, y);
-      else if (stores == STORED)
+      else if (stores != ADDED)
         *(float2*)((float*)to + row + i * 8) = make_float2(x, y);
       else
         global_add((float*)to + row + i * 8, x, y);

@@ -107,6 +107,14 @@ DEV u32 process_own(const HopperBackward& w, const Shared& m, u32 n, int thread)
   for (int i = 0; i < Own::dk * 32; i++) dk[i] = 0.f;
   #pragma unroll
   for (int i = 0; i < Own::dv * 32; i++) dv[i] = 0.f;
+#if TILED
+  if (w.stores == CONTINUED) {
+    const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x,
+              key = tile_word(m, n, KEY_BLOCK) * BK + at.warp * 16 + at.lane / 4;
+    load_rows(w.dk, job, m, n, head, dk, w.dk_gain, key, Own::first_dk * 64, at.lane);
+    load_rows(w.dv, job, m, n, head, dv, w.dv_gain, key, Own::first_dv * 64, at.lane);
+  }
+#endif
   set_unmasked_from(w, m, n, GROUP, thread, tile_word(m, n, KEY_BLOCK) * BK + BK - 1);
   int block = tile_word(m, n, START);
   float s[HALF_QUERIES / 2], dp[HALF_QUERIES / 2];
@@ -129,10 +137,15 @@ DEV u32 process_own(const HopperBackward& w, const Shared& m, u32 n, int thread)
               o = m.o + stage * O_BYTES + Own::first_dv * (BQ * 128),
               keys = m.k + Own::first_dq * (BK * 128);
 #if PIPELINED
+#if !TILED
     block = next_block(m, n, block);
+#endif
     more = block_of(n + 1) < (u32)tile_word(m, n, LAST);
 #else
     wait_queries(w, m, n, GROUP);
+#if TILED
+    block = loaded_block(m, n, block);
+#endif
     begin_block(s, dp, m, n, GROUP);
     wgmma_wait<1>();
     store_probabilities(s, w, m, n, block, at);
@@ -146,6 +159,9 @@ DEV u32 process_own(const HopperBackward& w, const Shared& m, u32 n, int thread)
     // At the end of the tile these are scores of stale data, which are not used.
     if (!is_first) finish_dq(dq, w, m, n - 1, Own::first_dq, at);
     if (more) wait_queries(w, m, n + 1, GROUP);
+#if TILED
+    block = loaded_block(m, n + 1, block);
+#endif
     begin_block(s, dp, m, n + 1, GROUP);
     wgmma_fence(); issue_dq(dq, ds, keys); wgmma_commit();
     wgmma_wait<2>();
@@ -162,7 +178,9 @@ DEV u32 process_own(const HopperBackward& w, const Shared& m, u32 n, int thread)
     if (at.lane == 0) barrier_arrive(m.empty + 8 * stage);
     wgmma_wait<0>();
     finish_dq(dq, w, m, n, Own::first_dq, at);
+#if !TILED
     block = next_block(m, n, block);
+#endif
     n++;
     more = block_of(n) < (u32)tile_word(m, n, LAST);
 #endif

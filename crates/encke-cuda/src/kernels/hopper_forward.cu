@@ -85,7 +85,8 @@ struct CarriedState {
   DEV_MEMBER void init(float scale, int column, Softmax& softmax, float (&carried_max)[2]) const {
     #pragma unroll
     for (int h = 0; h < 2; h++) {
-      softmax.m[h] = carried_max[h] = l[h] != 0.f ? m[h] / scale : neg_inf();   // l may be NaN
+      // l may be NaN
+      softmax.m[h] = carried_max[h] = l[h] != 0.f ? (TILED ? m[h] : m[h] / scale) : neg_inf();
       softmax.l[h] = column == 0 ? l[h] : 0.f;
     }
   }
@@ -107,7 +108,24 @@ DEV void prefetch_sums(const JobParams& job, const Tile& tile, const float* sums
         job.value_dim * 4, barrier);
 }
 #endif
-#if LOAD_CARRY && !STORE_CARRY
+#if TILED && LOAD_CARRY
+// Loads the carried sums, which the tile continues.
+DEV void load_sums(
+    const JobParams& job, const Rows& rows, const float* sums, int column, float (&acc)[HD / 2]) {
+  #pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float* from = sums + rows.cell[h] * job.dim + column;
+    #pragma unroll
+    for (int i = 0; i < FRAGMENTS; i++) {
+      float2 x = make_float2(0.f, 0.f);
+      if (rows.exists[h] && 8 * i < job.dim) x = *(const float2*)(from + 8 * i);
+      acc[4 * i + 2 * h] = x.x;
+      acc[4 * i + 2 * h + 1] = x.y;
+    }
+  }
+}
+#endif
+#if LOAD_CARRY && !STORE_CARRY && !TILED
 // Adds the carried sums to the tile's own.
 DEV void add_carried_sums(const JobParams& job, const Rows& rows, const float* sums, float c,
     u32 staged, int lane, float (&acc)[VD / 2], const Softmax& softmax,
@@ -137,6 +155,7 @@ DEV void add_carried_sums(const JobParams& job, const Rows& rows, const float* s
 // Adds the tile's sums to those in memory. Rescaling is LAZY, so most rows still have their carried
 // maximum: these are added by reductions in memory, without waiting for the old value. Rows with an
 // empty carry are stored, and rows whose maximum rose are read and rescaled first.
+// With TILED they hold the carried sums and are stored.
 // STAGED: rows to add or store are staged in shared memory for bulk copies, which run during the
 // next tile. All tiles end at about the same time, and would otherwise wait for memory together.
 DEV void store_carry(const JobParams& job, const Rows& rows, float* sums, float* m_out,
@@ -150,11 +169,11 @@ DEV void store_carry(const JobParams& job, const Rows& rows, float* sums, float*
 #endif
   #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const bool none = carried_max[h] == neg_inf(),
+    const bool none = TILED || carried_max[h] == neg_inf(),
                raised = !none && !(carried_max[h] == softmax.m[h]);
     float l = quad_sum(softmax.l[h]);
     if (rows.exists[h] && column == 0) {
-      m_out[rows.cell[h]] = softmax.m[h] * scale;
+      m_out[rows.cell[h]] = TILED ? softmax.m[h] : softmax.m[h] * scale;
       l_out[rows.cell[h]] = l;
     }
     float* to = sums + rows.cell[h] * job.value_dim + column;
@@ -209,6 +228,13 @@ DEV void store_empty_carry(
   }
 }
 #else
+// The lse of a row. On a grid it is that of `finish_cells` (cells.cu), which finishes rows where no
+// job is the last of all.
+DEV float lse_of(float m, float l, float scale) {
+  if (l == 0.f) return neg_inf();
+  if (TILED) return __fadd_rn(m, logf(l));
+  return m * scale + log2_fast(l) * 0.6931471805599453f;
+}
 // The staging address of 16 bytes of a warp's output row: that of the carried sums, or of the
 // queries.
 DEV u32 output_slot(u32 q, u32 staged, int first, int row, int piece) {
@@ -225,9 +251,7 @@ DEV void store_out(const JobParams& job, const Tile& tile, const Rows& rows, u16
   for (int h = 0; h < 2; h++) {
     float l = quad_sum(softmax.l[h]);
     factor[h] = l == 0.f ? 0.f : (float)job.gain / l;
-    if (lane % 4 == 0 && rows.exists[h])
-      lse[rows.cell[h]] =
-          l == 0.f ? neg_inf() : softmax.m[h] * scale + log2_fast(l) * 0.6931471805599453f;
+    if (lane % 4 == 0 && rows.exists[h]) lse[rows.cell[h]] = lse_of(softmax.m[h], l, scale);
   }
   const int address_row = (lane / 8 % 2) * 8 + lane % 8;   // the row whose address this lane gives
   #pragma unroll
@@ -254,7 +278,7 @@ DEV void store_empty_rows(const JobParams& job, const Tile& tile, const float* s
        row += CONSUMERS * 128) {
     i64 cell = tile.cell + (tile.row + row) * job.cells.row;
     const float sum = LOAD_CARRY ? l[cell] : 0.f, factor = sum == 0.f ? 0.f : (float)job.gain / sum;
-    lse[cell] = sum == 0.f ? neg_inf() : m[cell] + log2_fast(sum) * 0.6931471805599453f;
+    lse[cell] = lse_of(LOAD_CARRY ? m[cell] : 0.f, sum, 1.f);
     for (int i = 0; i < job.value_dim; i += 2) {
       float2 x = sum == 0.f ? make_float2(0.f, 0.f)
                             : *(const float2*)(sums + cell * job.value_dim + i);
@@ -348,8 +372,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       prefetch_sums(job, tile, sums, shared.sums(consumer * 64 + warp * 16),
           shared.sums_full(consumer * 4 + warp), consumer * 64 + warp * 16, lane);
 #endif
+#if TILED && LOAD_CARRY
+      load_sums(job, rows, sums, column, acc);
+#else
       #pragma unroll
       for (int i = 0; i < VD / 2; i++) acc[i] = 0.f;
+#endif
       // Blocks below this one need no mask for any row of the warpgroup.
       const int unmasked = seen_end(job, tiles, tile, tile.row + consumer * 64) / KEYS;
 #if WINDOWED
@@ -383,12 +411,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wgmma_wait<0>();
         release(shared.k_empty(k.stage), lane);
         k.advance();
+        const int at = block_at(tile, block);
 #if TRANSFORMED
         transform_block(s, tiles, shared, tile_stage.stage,
             consumer * 64 + warp * 16 + lane / 4, block * KEYS + column);
 #endif
-        if (block >= unmasked)
-          mask(s, rows.limit[0] - block * KEYS - column, rows.limit[1] - block * KEYS - column);
+        if (at >= unmasked)
+          mask(s, rows.limit[0] - at * KEYS - column, rows.limit[1] - at * KEYS - column);
 #if WINDOWED
         if (block < unmasked_from) {
           const int row = consumer * 64 + warp * 16 + lane / 4, before = block * KEYS + column;
@@ -397,6 +426,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
 #endif
         softmax.update<!LOAD_CARRY>(s, c);
+#if TILED
+        softmax.end_tile(at, column);
+#endif
         to_weights(s, p);
         if (softmax.rescale) scale_rows(acc, softmax.factor[0], softmax.factor[1]);
       }
@@ -423,12 +455,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wgmma_wait<1>();
         release(shared.k_empty(k.stage), lane);
         k.advance();
+        const int at = block_at(tile, block);
 #if TRANSFORMED
         transform_block(s, tiles, shared, tile_stage.stage,
             consumer * 64 + warp * 16 + lane / 4, block * KEYS + column);
 #endif
-        if (CAUSAL && block >= unmasked)
-          mask(s, rows.limit[0] - block * KEYS - column, rows.limit[1] - block * KEYS - column);
+        if (COUNTED && at >= unmasked)
+          mask(s, rows.limit[0] - at * KEYS - column, rows.limit[1] - at * KEYS - column);
 #if WINDOWED
         if (block < unmasked_from) {
           const int row = consumer * 64 + warp * 16 + lane / 4, before = block * KEYS + column;
@@ -437,6 +470,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
 #endif
         softmax.update<false>(s, c);
+#if TILED
+        softmax.end_tile(at, column);
+#endif
         wgmma_wait<0>();
         release(shared.v_empty(v.stage), lane);
         v.advance();
@@ -446,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if WINDOWED
       const bool hides = is_masked(shared, tile_stage.stage, begin_block(tile));
 #else
-      const bool hides = is_masked(tile, 0);
+      const bool hides = is_masked(tile, begin_block(tile));
 #endif
       if (CAUSAL && hides) {
         barrier_wait(shared.checked(v.stage), checked_parity >> v.stage & 1);
@@ -465,7 +501,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if PREFETCH_SUMS
       barrier_wait(shared.sums_full(consumer * 4 + warp), sums_parity); sums_parity ^= 1;
 #endif
-#if LOAD_CARRY && !STORE_CARRY
+#if LOAD_CARRY && !STORE_CARRY && !TILED
       add_carried_sums(job, rows, sums, c, shared.sums(consumer * 64 + warp * 16), lane, acc,
           softmax, carried_max);
 #endif

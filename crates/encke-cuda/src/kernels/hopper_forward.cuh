@@ -27,6 +27,7 @@
 //   CAUSAL, PINGPONG        whether there is a mask; whether warpgroups alternate
 //   WINDOWED                rows see ranges of keys (windows, documents); CAUSAL is set too
 //   SOFTCAP, SLOPES         scores are transformed; WINDOWED is set too
+//   TILED                   blocks in a tile of the grid (spec, section 12); 0: there is no grid
 //   LOAD_CARRY              continue (acc, m, l) rather than start a softmax
 //   STORE_CARRY             leave (acc, m, l) rather than finish in (out, lse)
 //   STAGED                  shared memory has room for a tile's sums
@@ -45,7 +46,7 @@
 #define SCORES_OF_REGISTERS JOIN(SIGN(wgmma_rs_), KEYS)
 #define VALUES JOIN(wgmma_rs_tb_n, VD)
 // Carried sums are prefetched to shared memory during a tile, and its output is staged there.
-#define PREFETCH_SUMS (STAGED && LOAD_CARRY && !STORE_CARRY)
+#define PREFETCH_SUMS (STAGED && LOAD_CARRY && !STORE_CARRY && !TILED)
 // m and l of the carry are prefetched too, one tile ahead, by otherwise idle warps.
 #define PREFETCH_STATE (STAGED && LOAD_CARRY)
 // The stage of the queries is not needed after they were read into registers.
@@ -78,7 +79,7 @@ DEV void load(const JobParams& job, const TileParams& tiles, const Shared& share
     const u32 slot = (tile_stage.uses - 1) % 2;
 #else
     tile_of(job, tiles, index, tile);
-    index = CAUSAL ? gridDim.x + atomicAdd(counter, 1u) : index + gridDim.x;
+    index = COUNTED ? gridDim.x + atomicAdd(counter, 1u) : index + gridDim.x;
     if (LOAD_CARRY && STORE_CARRY && tile.blocks == 0) continue;   // their carry keeps every bit
     publish_tile(shared, tile_stage, tile);
     if (tile.blocks == 0) continue;
@@ -94,7 +95,7 @@ DEV void load(const JobParams& job, const TileParams& tiles, const Shared& share
 #if WINDOWED
     for (int block = tile.blocks; block >= (int)load_shared(shared.tile(slot) + 28); block--) {
 #else
-    for (int block = tile.blocks; block >= 0; block--) {
+    for (int block = tile.blocks; block >= begin_block(tile); block--) {
 #endif
       v.uses = k.uses - 1;
       if (block < tile.blocks) chunk += block * KEYS < tiles.chunk_starts[chunk];
@@ -102,10 +103,11 @@ DEV void load(const JobParams& job, const TileParams& tiles, const Shared& share
       const int origin = (int)load_shared(shared.tile(slot) + 48),
                 begin = (int)load_shared(shared.tile(slot) + 28);
 #else
-      const int origin = 0, begin = 0;
+      const int origin = 0, begin = begin_block(tile);
 #endif
       if (block > begin) {
-        const int key = (block - 1) * KEYS, of = chunk + (key < tiles.chunk_starts[chunk]);
+        const int key = block_at(tile, block - 1) * KEYS,
+                  of = chunk + (key < tiles.chunk_starts[chunk]);
         barrier_wait(shared.k_empty(k.stage()), k.parity() ^ 1);
         load_slabs<SLABS>(shared.k(k.stage()), &kv_maps.k[of], shared.k_full(k.stage()), KEYS,
             origin + key - tiles.chunk_starts[of], k_head, tile);
@@ -114,7 +116,7 @@ DEV void load(const JobParams& job, const TileParams& tiles, const Shared& share
       if (block < tile.blocks) {
         barrier_wait(shared.v_empty(v.stage()), v.parity() ^ 1);
         load_slabs<V_SLABS>(shared.v(v.stage()), &kv_maps.v[chunk], shared.v_full(v.stage()), KEYS,
-            origin + block * KEYS - tiles.chunk_starts[chunk], k_head, tile);
+            origin + block_at(tile, block) * KEYS - tiles.chunk_starts[chunk], k_head, tile);
 #if WINDOWED
         const bool hides = is_masked(shared, slot, block);
 #else
@@ -126,7 +128,7 @@ DEV void load(const JobParams& job, const TileParams& tiles, const Shared& share
   }
   tile.blocks = -1;
   publish_tile(shared, tile_stage, tile);
-  if (CAUSAL && atomicAdd(counter + 1, 1u) == gridDim.x - 1) { counter[0] = 0; counter[1] = 0; }
+  if (COUNTED && atomicAdd(counter + 1, 1u) == gridDim.x - 1) { counter[0] = 0; counter[1] = 0; }
 }
 
 // ---- the warps that examine hidden values ----
@@ -287,6 +289,11 @@ DEV float exp2_polynomial(float x) {
 #endif
 // The online softmax of two rows. Scores are unscaled; weights are relative to `m`, which is
 // uniform in a quad; `l` is this lane's part.
+//
+// With TILED a row has the same bits wherever its keys are cut between tiles, because its state at
+// the end of a tile is one that memory holds exactly: `m` is scaled, as in memory, `l` is summed
+// over the quad, and the sums are continued, not added. Programs differ in masks and in tilings, so
+// no product here may be fused with a sum unless it says so.
 struct Softmax {
   float m[2], l[2], factor[2];
   bool rescale;
@@ -299,24 +306,27 @@ struct Softmax {
       #pragma unroll
       for (int j = 1; j < KEYS / 8; j++)
         block_max[h] = fmaxf(block_max[h], fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+      if (TILED) block_max[h] = __fmul_rn(block_max[h], c * 0.6931471805599453f);
     }
+    const float unit = TILED ? 1.4426950408889634f : c;   // of `m`, in base 2
     if (LAZY && !FIRST) {
       // Per row: a row's own quad decides, so that no row's bits depend on another row's scores.
-      u32 first = __ballot_sync(~0u, (block_max[0] - m[0]) * c > 8.f || m[0] == neg_inf()),
-          second = __ballot_sync(~0u, (block_max[1] - m[1]) * c > 8.f || m[1] == neg_inf());
+      u32 first = __ballot_sync(~0u, (block_max[0] - m[0]) * unit > 8.f || m[0] == neg_inf()),
+          second = __ballot_sync(~0u, (block_max[1] - m[1]) * unit > 8.f || m[1] == neg_inf());
       rescale = (first | second) != 0;
       if (rescale) {
         u32 quad = 15u << (threadIdx.x & 28);
-        update_max<FIRST>(0, block_max[0], c, first & quad);
-        update_max<FIRST>(1, block_max[1], c, second & quad);
+        update_max<FIRST>(0, block_max[0], unit, first & quad);
+        update_max<FIRST>(1, block_max[1], unit, second & quad);
       }
     } else {
       rescale = !FIRST;
-      update_max<FIRST>(0, block_max[0], c, true); update_max<FIRST>(1, block_max[1], c, true);
+      update_max<FIRST>(0, block_max[0], unit, true);
+      update_max<FIRST>(1, block_max[1], unit, true);
     }
     #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float reference = (m[h] == neg_inf() ? 0.f : m[h]) * c, sum = 0.f;
+      float reference = (m[h] == neg_inf() ? 0.f : m[h]) * unit, sum = 0.f;
       #pragma unroll
       for (int j = 0; j < KEYS / 8; j++)
         #pragma unroll
@@ -333,16 +343,28 @@ struct Softmax {
       l[h] = FIRST ? sum : l[h] + sum;
     }
   }
-  template <bool FIRST> DEV_MEMBER void update_max(int h, float block_max, float c, bool needed) {
+  template <bool FIRST>
+  DEV_MEMBER void update_max(int h, float block_max, float unit, bool needed) {
     float new_max = quad_max(FIRST ? block_max : fmaxf(m[h], block_max));
     if (FIRST) { m[h] = new_max; return; }
     factor[h] = 1.f;
     if (needed) {
       // No infinity is subtracted from itself: a row that saw no key is scaled by 0.
-      factor[h] = exp2_fast((m[h] - (new_max == neg_inf() ? 0.f : new_max)) * c);
-      m[h] = new_max; l[h] *= factor[h];
+      factor[h] = exp2_fast((m[h] - (new_max == neg_inf() ? 0.f : new_max)) * unit);
+      m[h] = new_max; l[h] = __fmul_rn(l[h], factor[h]);
     }
   }
+#if TILED
+  // Ends a tile of the grid after its first block of keys.
+  DEV_MEMBER void end_tile(int block, int column) {
+    if (block % TILED != 0) return;
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float sum = quad_sum(l[h]);
+      l[h] = column == 0 ? sum : 0.f;
+    }
+  }
+#endif
 };
 DEV void scale_rows(float (&acc)[VD / 2], float first, float second) {
   #pragma unroll

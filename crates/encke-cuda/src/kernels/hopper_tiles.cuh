@@ -19,6 +19,11 @@
 #define OWN_VALUES 0
 #define VD HD
 #endif
+#ifndef TILED
+#define TILED 0
+#endif
+// Whether tiles differ in length, come longest first, and are taken from a counter.
+#define COUNTED (CAUSAL || TILED)
 #define ROWS (CONSUMERS * 64)
 #define THREADS ((CONSUMERS + 1) * 128)
 #define SLABS ((HD + 63) / 64)
@@ -34,6 +39,10 @@ struct TileParams {
   int row_tiles, sequences, sequences_in_l2;
   // The mask in 32 bits: row i sees the keys 0..=(lead + i * query_step) / key_step. The host makes
   // sure that nothing overflows and divides by common factors: key_step is almost always 1.
+  // With TILED and without a mask: tiles of |key_step| rows; `lead` rows of a tile are before row
+  // 0, and `query_step` is added to numbers of rows to count from key 0. Rows see the keys up to
+  // the end of their own tile if key_step > 0, those after it if it is negative, and all if it is
+  // 0. If it is odd they see all, those up to the end of their own tile first.
   int lead, query_step, key_step;
   // A head offset is a multiple of its operand's unit; its coordinate in a tensor map is
   // (offset >> shift) * inverse modulo 2^32, with the inverse of the unit's odd part: no division.
@@ -126,8 +135,11 @@ template <int COUNT> struct StageCounter {
 struct Tile {
   int row, head, segment, batch, keys, blocks, masked;
   i64 cell;
+#if WINDOWED || TILED
+  int begin;
+#endif
 #if WINDOWED
-  int end, first_key, all, end0, start0, begin, low;
+  int end, first_key, all, end0, start0, low;
 #endif
 };
 // The end of a tile's rows, and the first block that it sees.
@@ -139,10 +151,20 @@ DEV int end_row(const JobParams& job, const Tile& tile) {
 #endif
 }
 DEV int begin_block(const Tile& tile) {
-#if WINDOWED
+#if WINDOWED || TILED
   return tile.begin;
 #else
   return 0;
+#endif
+}
+// The block that is processed when so many are left after it. With TILED and without a mask,
+// `tile.masked` blocks come after the others, though they have higher numbers.
+DEV int block_at(const Tile& tile, int left) {
+#if TILED && !CAUSAL
+  const int shifted = left - tile.masked;
+  return shifted < 0 ? left + tile.blocks - tile.masked : shifted;
+#else
+  return left;
 #endif
 }
 // Whether some row of the tile sees only a part of a block.
@@ -170,6 +192,8 @@ DEV int start_of_row(const Shared& shared, u32 slot, const TileParams& tiles, in
 DEV int seen_end(const JobParams& job, const TileParams& tiles, const Tile& tile, int i) {
 #if WINDOWED
   return max(0, min(tile.end0 + (i - tile.row) * tiles.query_step, tile.all));
+#elif TILED && !CAUSAL
+  return tile.keys;
 #else
   return visible_keys(job, tiles, i);
 #endif
@@ -186,12 +210,12 @@ DEV int seen_start(const TileParams& tiles, const Tile& tile, int i) {
 // first within groups of sequences whose keys fit into the L2 cache.
 DEV int sequence_of(const JobParams& job, const TileParams& tiles, u32 index, Tile& tile) {
   int sequence, row_tile;
-  if (CAUSAL) {
+  if (COUNTED) {
     u32 each = tiles.sequences_in_l2 * tiles.row_tiles, group = index / each,
         rest = index - group * each;
     u32 count = min(tiles.sequences_in_l2, tiles.sequences - (int)group * tiles.sequences_in_l2),
         longest = rest / count;
-    row_tile = tiles.row_tiles - 1 - (int)longest;
+    row_tile = TILED && tiles.key_step < 0 ? (int)longest : tiles.row_tiles - 1 - (int)longest;
     sequence = group * tiles.sequences_in_l2 + (rest - longest * count);
   } else {
     sequence = index / (u32)tiles.row_tiles; row_tile = index - sequence * tiles.row_tiles;
@@ -206,19 +230,39 @@ DEV int sequence_of(const JobParams& job, const TileParams& tiles, u32 index, Ti
 #if !WINDOWED
 DEV void tile_of(const JobParams& job, const TileParams& tiles, u32 index, Tile& tile) {
   tile.row = sequence_of(job, tiles, index, tile) * ROWS;
+#if TILED && !CAUSAL
+  // Its rows are in one tile of the grid.
+  tile.keys = job.keys; tile.begin = tile.masked = 0;
+  if (tiles.key_step != 0) {
+    const bool after = tiles.key_step < 0;
+    const int size = after ? -tiles.key_step : tiles.key_step & ~1,
+              last = (tile.row + tiles.lead) | (size - 1),
+              own_end = max(0, min(last + 1 + tiles.query_step, job.keys));
+    if (tiles.key_step & 1)
+      tile.masked = (job.keys + KEYS - 1) / KEYS - (own_end + KEYS - 1) / KEYS;
+    else if (!after) tile.keys = own_end;
+    else if (own_end < job.keys) tile.begin = own_end / KEYS;
+    else tile.keys = 0;
+  }
+  tile.blocks = (tile.keys + KEYS - 1) / KEYS;
+#else
   tile.keys = visible_keys(job, tiles, min(tile.row + ROWS, job.queries) - 1);
   tile.blocks = (tile.keys + KEYS - 1) / KEYS;
+#if TILED
+  tile.begin = 0;
+#endif
   // Trailing blocks that some row of the tile sees only in part; without a mask, a partial last
   // block.
   int whole = visible_keys(job, tiles, tile.row) / KEYS;
   tile.masked = tile.blocks - min(whole, tile.blocks);
+#endif
 }
 #endif
 DEV void publish_tile(const Shared& shared, StageCounter<2>& count, const Tile& tile) {
   barrier_wait(shared.tile_empty(count.stage()), count.parity() ^ 1);
   u32 to = shared.tile(count.stage());
   store_shared(to, make_uint4(tile.row, tile.head, tile.segment, tile.batch));
-  store_shared(to + 16, make_uint4(tile.keys, tile.blocks, tile.masked, 0));
+  store_shared(to + 16, make_uint4(tile.keys, tile.blocks, tile.masked, begin_block(tile)));
   store_shared(to + 32, make_uint4((u32)tile.cell, (u32)(tile.cell >> 32), 0, 0));
   barrier_arrive(shared.tile_full(count.stage()));
   count.uses++;
@@ -265,9 +309,11 @@ DEV bool wait_tile(const Shared& shared, const StageIndex<2>& tile_stage, Tile& 
   tile.masked = y.z;
   tile.blocks = __shfl_sync(~0u, (int)y.y, 0);   // uniform, as the compiler sees
   tile.cell = (i64)((u64)z.y << 32 | z.x);
+#if WINDOWED || TILED
+  tile.begin = __shfl_sync(~0u, (int)y.w, 0);
+#endif
 #if WINDOWED
   uint4 w = load_shared_16(from + 48);
-  tile.begin = __shfl_sync(~0u, (int)y.w, 0);
   tile.low = z.z;
   tile.end = z.w;
   tile.first_key = w.x;

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use encke_core::DType;
-use encke_core::job::{Job, Operand};
+use encke_core::job::{Job, JobTiles, Operand, TilePart};
 
 use super::hopper_tiles::{KeyVisibility, visibility};
 use super::hopper_tilings::{MAX_CHUNKS, carry_block_keys};
@@ -32,6 +32,9 @@ pub(crate) struct Chain {
     pub q: Arc<DeviceAllocation>,
     /// Only the first may have a mask or a partial block of keys.
     chunks: Vec<KvChunk>,
+    /// Whether queries meet all keys of a job on a grid, those up to their own tile first, as its
+    /// part has it, and then the others.
+    pub whole: bool,
 }
 
 /// Whether a job can only be the first chunk of a chain: it has a mask or a partial block.
@@ -50,6 +53,7 @@ impl Chain {
             dtype: inputs.dtype(),
             q,
             chunks: vec![KvChunk { job, k, v }],
+            whole: false,
         })
     }
 
@@ -61,6 +65,28 @@ impl Chain {
     /// The chunks after the first.
     pub fn rest(&self) -> &[KvChunk] {
         &self.chunks[1..]
+    }
+
+    /// Joins the keys after a query's own tile to those up to it: true if `after` has them, and
+    /// nothing else differs.
+    pub fn join_on_grid(&mut self, after: &Chain) -> bool {
+        let (own, other) = (&self.chunks[0], &after.chunks[0]);
+        let part = |part| own.job.tiles.map(|tiles| JobTiles { part, ..tiles });
+        let same = Arc::ptr_eq(&self.q, &after.q)
+            && Arc::ptr_eq(&own.k, &other.k)
+            && Arc::ptr_eq(&own.v, &other.v)
+            && self.dtype == after.dtype;
+        let expected = Job {
+            tiles: part(TilePart::AfterOwn),
+            ..own.job.clone()
+        };
+        let joins = same
+            && !self.whole
+            && own.job.mask.is_none()
+            && own.job.tiles == part(TilePart::UpToOwn)
+            && other.job == expected;
+        self.whole |= joins;
+        joins
     }
 
     /// Whether it has as many chunks as a launch allows.
@@ -142,6 +168,7 @@ impl Chain {
             dtype: self.dtype,
             q: Arc::clone(&self.q),
             chunks: chunks.collect(),
+            whole: self.whole,
         }
     }
 }

@@ -15,7 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::thread::{self, ThreadId};
 
 use encke_core::job::Job;
-use encke_core::kernel::SoftmaxState;
+use encke_core::kernel::{Carry, SoftmaxState};
+use encke_core::transport::WireBuffer;
 
 use super::chain::Chain;
 use super::{LaunchContext, hopper_forward};
@@ -104,9 +105,72 @@ impl ChainQueue {
             return self.launch(&chain, &softmax);
         }
         let mut pending = self.pending();
+        if job.tiles.is_some() {
+            return self.keep_last(&mut pending, chain, &softmax);
+        }
         let parts = split(&mut pending, chain, &softmax);
         let mut parts = parts.into_iter();
         parts.try_for_each(|chain| self.submit(&mut pending, chain, &softmax))
+    }
+
+    /// Makes a job on a grid pending, which launches the one before it: a chain might change their
+    /// order. The last one can then finish its softmax.
+    fn keep_last(
+        &self,
+        pending: &mut Vec<PendingChain>,
+        chain: Chain,
+        softmax: &SoftmaxMemory,
+    ) -> Result<()> {
+        let mut own = pending.iter_mut().filter(|one| one.has_carry(softmax));
+        if !softmax.starts && own.any(|one| one.chain.join_on_grid(&chain)) {
+            return Ok(());
+        }
+        let same_carry = |one: &mut PendingChain| one.has_carry(softmax);
+        let before: Vec<PendingChain> = pending.extract_if(.., same_carry).collect();
+        self.launch_all(before)?;
+        pending.push(PendingChain {
+            chain,
+            starts: softmax.starts,
+            carry: softmax.carry().iter().map(Arc::downgrade).collect(),
+            thread: thread::current().id(),
+        });
+        Ok(())
+    }
+
+    /// Finishes the softmax of `cells` cells with the pending job on a grid that is the last of all
+    /// of them, and returns true; or does nothing.
+    pub fn finish_on_grid(
+        &self,
+        (cells, gain): (usize, f64),
+        carry: &Carry<Buffer>,
+        out: &mut Buffer,
+        lse: &mut Buffer,
+    ) -> Result<bool> {
+        let mut pending = self.pending();
+        let carry_memory = carry.acc.memory()?;
+        let own = |one: &PendingChain| {
+            let acc = one.carry.first().map(Weak::as_ptr);
+            acc == Some(Arc::as_ptr(carry_memory))
+        };
+        let mut all = pending.iter().enumerate().filter(|(_, one)| own(one));
+        let (Some((index, last)), None) = (all.next(), all.next()) else {
+            return Ok(false);
+        };
+        let job = &last.chain.first().job;
+        let in_job = job.batch * job.segments * job.queries * job.heads;
+        let finishes = job.tiles.is_some()
+            && (in_job, job.gain) == (cells, gain)
+            && out.dtype() == last.chain.dtype
+            && out.elements() == cells * job.dim;
+        if !finishes {
+            return Ok(false);
+        }
+        let last = pending.remove(index);
+        let carry = (!last.starts).then_some(carry);
+        let state = SoftmaxState::Finish { carry, out, lse };
+        let softmax = SoftmaxMemory::new(state, last.chain.dtype)?;
+        self.launch(&last.chain, &softmax)?;
+        Ok(true)
     }
 
     /// Joins a chain to a pending one or makes it pending; launches it if it ends or is full.

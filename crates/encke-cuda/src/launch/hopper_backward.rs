@@ -15,7 +15,7 @@ use super::hopper_backward_variants::{BackwardMode, BackwardVariant};
 use super::hopper_ranges;
 use super::key_heads::{dq, heads, key_head_offsets, packed};
 use super::row_dims::RowDims;
-use super::{KernelValue, LaunchContext, grid};
+use super::{KernelValue, LaunchContext, grid, grid_jobs};
 use crate::abi;
 use crate::allocation::DeviceAllocation;
 use crate::arguments::KernelArgument;
@@ -40,6 +40,7 @@ enum Stores {
     Added = 0,
     Stored = 1,
     Rounded = 2,
+    Continued = 3,
 }
 
 /// P in f16 is stored times 2^14, as in backward.cuh.
@@ -66,11 +67,13 @@ struct BackwardRows {
     key_rows: u64,
     end_blocks: u64,
     count_pieces: i32,
-    pad: i32,
+    tile: i32,
+    key_lead: i32,
+    shift: i32,
     distances: u64,
 }
 
-// SAFETY: plain numbers in C layout; padding is an explicit field.
+// SAFETY: plain numbers in C layout, no padding.
 unsafe impl DeviceRepr for BackwardRows {}
 
 /// The kernel's `HopperBackward`.
@@ -120,6 +123,9 @@ pub(crate) struct BackwardLaunch {
     mode: BackwardMode,
     /// The step of queries' positions; only slopes need it.
     query_position_step: i32,
+    /// Of a job on a grid: rows of a tile with the sign of its part, and where its keys are
+    /// (`BackwardRows` in backward_rows.cu); otherwise zeros.
+    place: [i32; 3],
 }
 
 /// The tiling of a job; None if this kernel does not support it.
@@ -139,6 +145,7 @@ fn plan_any_gpu(job: &Job, dtype: DType) -> Option<BackwardLaunch> {
         scales_dq: gains(job, dtype).1 != 1.0,
         softcap: features.softcap,
         slopes: features.slopes,
+        grid_tile: job.tiles.map_or(0, |tiles| tiles.tile),
     };
     let variant = BackwardVariant::choose(dims, mode)?;
     let [query_position_step, _] = hopper_ranges::position_steps(job, &pieces(job))?;
@@ -164,6 +171,13 @@ fn plan_any_gpu(job: &Job, dtype: DType) -> Option<BackwardLaunch> {
     let key_tiles = job.keys.div_ceil(variant.keys);
     let tiles = key_tiles * key_head_offsets(job).len() * job.segments * job.batch;
     i32::try_from(tiles).ok().filter(|_| supported)?;
+    let place = match job.tiles {
+        None => [0; 3],
+        Some(tiles) => {
+            let [lead, shift] = grid_jobs::narrow_place(tiles.key, tiles.query, tiles.tile)?;
+            [grid_jobs::signed_tile(tiles), lead, shift]
+        }
+    };
     let padded = job.queries.next_multiple_of(variant.queries);
     let dense = (job.batch * job.segments * job.heads * padded).div_ceil(ROWS);
     i32::try_from(dense).ok()?;
@@ -174,6 +188,7 @@ fn plan_any_gpu(job: &Job, dtype: DType) -> Option<BackwardLaunch> {
         tiles,
         mode,
         query_position_step,
+        place,
     })
 }
 
@@ -183,15 +198,16 @@ impl BackwardLaunch {
         job.batch * job.segments * job.heads * self.padded
     }
 
-    /// Words of `control`: the semaphores, the first block of each tile of keys, and an end; with
-    /// ranges of keys also the end of each tile's blocks, and the queries that see each key.
+    /// Words of `control`: the semaphores, the first block of each tile of keys, and an end; the
+    /// end of each tile's blocks (with ranges of keys, or on a grid); with ranges of keys also the
+    /// queries that see each key.
     fn control_words(&self, job: &Job) -> usize {
         match self.mode.windowed {
             true => {
                 let slopes = usize::from(self.mode.slopes);
                 self.distance_words(job) + slopes * self.key_tiles * self.variant.keys
             }
-            false => self.semaphore_words(job) + self.key_tiles + 1,
+            false => self.semaphore_words(job) + 2 * self.key_tiles + 1,
         }
     }
 
@@ -243,8 +259,19 @@ fn cell_rows(cells: &Operand, dim: usize) -> Operand {
 ///
 /// dS includes the scale, so that dQ needs no multiplication; but not in f16, where small values
 /// underflow, nor where the scale is far from 1.
+///
+/// On a grid the factor of sums is a power of two, so that they can be continued exactly.
 fn gains(job: &Job, dtype: DType) -> (f64, f64, f64) {
     let moderate = (2f64.powi(-20)..2f64.powi(20)).contains(&job.scale.abs());
+    if job.tiles.is_some() && (dtype == DType::F16 || !moderate) {
+        let (fraction, power) = grid_jobs::as_power_of_two(job.scale);
+        let of_p = if dtype == DType::F16 {
+            2f64.powi(-HALF_SHIFT)
+        } else {
+            1.0
+        };
+        return (fraction, power, of_p);
+    }
     match dtype {
         DType::F16 => (1.0, job.scale, 2f64.powi(-HALF_SHIFT)),
         _ if moderate => (job.scale, 1.0, 1.0),
@@ -260,11 +287,13 @@ pub(crate) fn covers(job: &Job, elements: [usize; 2]) -> bool {
 
 /// What is done with the sums of dK and dV: they are stored where that is as good as adding them to
 /// zeros, and rounded where the buffers are of the keys' type.
+/// On a grid they continue what is in memory.
 fn stores(job: &Job, dtype: DType, memory: &BackwardMemory<'_>) -> Result<Stores> {
     let (dk, dv, of) = (&memory.dk, &memory.dv, memory.key_gradients);
     let whole = covers(job, [dk, dv].map(|memory| memory.bytes() / of.bytes()));
     let zeros = whole && DeviceAllocation::take_all_pending_zero_fills([dk, dv]);
     match (zeros, of == dtype.sum()) {
+        (false, true) if job.tiles.is_some() => Ok(Stores::Continued),
         (false, true) => Ok(Stores::Added),
         (true, true) => Ok(Stores::Stored),
         (true, false) => Ok(Stores::Rounded),
@@ -303,8 +332,20 @@ pub(crate) fn backward(
     inputs: DeviceInputs<'_>,
     gradients: BackwardOperands<'_>,
 ) -> Result<()> {
+    let memory = gradients.into_memory(inputs.dtype(), Rounds::Allowed)?;
+    backward_into(context, job, launch, fixed_order, inputs, &memory)
+}
+
+/// The same into memory that several jobs add to.
+pub(crate) fn backward_into(
+    context: &LaunchContext,
+    job: &Job,
+    launch: &BackwardLaunch,
+    fixed_order: bool,
+    inputs: DeviceInputs<'_>,
+    memory: &BackwardMemory<'_>,
+) -> Result<()> {
     let (device, dtype) = (&context.device, inputs.dtype());
-    let memory = gradients.into_memory(dtype, Rounds::Allowed)?;
     let mut params = context.tables.job(device, job)?;
     let mut pieces = None;
     if launch.mode.windowed {
@@ -330,7 +371,7 @@ pub(crate) fn backward(
     };
     call.control.zero_fill();
     call.rows()?;
-    call.gradients(fixed_order, &memory)
+    call.gradients(fixed_order, memory)
 }
 
 impl HopperBackwardCall<'_> {
@@ -345,7 +386,8 @@ impl HopperBackwardCall<'_> {
     /// run at once.
     fn stagger(&self, fixed_order: bool) -> usize {
         let (launch, all) = (self.launch, self.context.device.multiprocessors() as usize);
-        match self.job.mask.is_none() && (!fixed_order || 2 * launch.key_tiles <= all) {
+        let same_start = self.job.mask.is_some() || self.job.tiles.is_some();
+        match !same_start && (!fixed_order || 2 * launch.key_tiles <= all) {
             true => launch.padded / launch.variant.queries / launch.key_tiles,
             false => 0,
         }
@@ -393,7 +435,9 @@ impl HopperBackwardCall<'_> {
             key_rows,
             end_blocks,
             count_pieces: self.pieces.as_ref().map_or(0, |(_, count)| *count) as i32,
-            pad: 0,
+            tile: launch.place[0],
+            key_lead: launch.place[1],
+            shift: launch.place[2],
             distances,
         };
         let function = device.function(&self.program, "backward_rows", 0)?;
@@ -508,7 +552,7 @@ mod tests {
         let launch = plan_any_gpu(&job(128), DType::Bf16).expect("a supported job");
         assert_eq!((launch.tiles, launch.padded), (2 * 3, 256));
         assert_eq!(launch.semaphore_words(&job(128)), 2 + 4 * 4);
-        assert_eq!(launch.control_words(&job(128)), 2 + 4 * 4 + 3 + 1);
+        assert_eq!(launch.control_words(&job(128)), 2 + 4 * 4 + 2 * 3 + 1);
         assert!(plan_any_gpu(&job(264), DType::Bf16).is_none(), "too wide");
         assert!(
             plan_any_gpu(&job(60), DType::Bf16).is_none(),

@@ -40,6 +40,8 @@ pub(crate) struct BackwardMode {
     /// Whether scores are capped, and whether they have slopes; `windowed` is set too.
     pub softcap: bool,
     pub slopes: bool,
+    /// Rows of a tile of the grid; 0 if the kernel decides the order of sums.
+    pub grid_tile: usize,
 }
 
 impl BackwardMode {
@@ -152,7 +154,11 @@ impl BackwardVariant {
             ("SLOPES", mode.slopes),
         ];
         let present = present.iter().filter(|(_, present)| *present);
-        present.fold(program, |program, (name, _)| program.define(name, 1))
+        let program = present.fold(program, |program, (name, _)| program.define(name, 1));
+        match mode.grid_tile {
+            0 => program,
+            tile => program.define("TILED", tile / self.queries),
+        }
     }
 
     /// Shared memory of a block for rows of these lengths, as hopper_backward.cuh lays it out.
@@ -170,7 +176,8 @@ impl BackwardVariant {
         let barriers = 8 * (11 + 3 * self.stages + 2 * self.dq_stages);
         let ends = if mode.windowed { self.keys * 4 + 8 } else { 0 };
         let slopes = if mode.slopes { self.keys * 4 + 16 } else { 0 };
-        let tiles = 2 * TILE_BYTES + barriers + 16 + ends + slopes;
+        // With the block of each stage, which only programs of a grid have.
+        let tiles = 2 * TILE_BYTES + barriers + 16 + ends + slopes + 4 * self.stages;
         keys + queries + 2 * pairs * self.keys * 128 + dq + rows + tiles
     }
 }
@@ -198,6 +205,11 @@ pub(crate) fn programs() -> Vec<Program> {
         add(longest.less(32), DType::Bf16, scaled);
         add(longest, DType::Bf16, windowed(plain));
         add(longest.less(32), DType::F16, windowed(scaled));
+        let on_grid = |mode, grid_tile| BackwardMode { grid_tile, ..mode };
+        add(longest, DType::Bf16, on_grid(plain, 512));
+        add(longest, DType::F16, on_grid(windowed(scaled), 128));
+        add(longest.less(32), DType::F16, on_grid(scaled, 256));
+        add(longest, DType::Bf16, on_grid(windowed(plain), 512));
         for (softcap, slopes) in [(true, false), (false, true), (true, true)] {
             let mode = BackwardMode {
                 softcap,

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use cudarc::driver::{DeviceRepr, PushKernelArg};
 use encke_core::DType;
-use encke_core::job::{Job, Operand};
+use encke_core::job::{Job, JobTiles, Operand, TilePart};
 
 use super::chain::{Chain, KvChunk};
 use super::hopper_ranges::{self, RangeTiles};
-use super::hopper_tiles::{self, KeyVisibility, TileParams};
+use super::hopper_tiles::{self, KeyVisibility, NarrowMask, TileParams};
 use super::hopper_tilings::{self, ForwardMode, MAX_CHUNKS, Tiling};
 use super::row_dims::RowDims;
 use super::{LaunchContext, grid};
@@ -35,6 +35,7 @@ pub(crate) fn programs() -> Vec<Program> {
         windowed: false,
         softcap: false,
         slopes: false,
+        grid_tile: 0,
     };
     let (whole, first, last, middle) = ((false, false), (false, true), (true, false), (true, true));
     let mut all = Vec::new();
@@ -78,6 +79,40 @@ pub(crate) fn programs() -> Vec<Program> {
             all.push(tiling.program(dims, mode(DType::F16, true, last, true)));
         }
     }
+    all.extend(grid_programs());
+    all
+}
+
+/// Those for jobs on a grid.
+fn grid_programs() -> Vec<Program> {
+    let mut all = Vec::new();
+    for dim in [64, 128, 192, 256] {
+        for (tile, dtype) in [(512, DType::Bf16), (128, DType::F16)] {
+            for tiling in hopper_tilings::grid_candidates(dim, tile, false) {
+                let kinds = [(false, false), (true, false), (true, true)];
+                for (causal, windowed) in kinds {
+                    if windowed && !hopper_ranges::supports(tiling) {
+                        continue;
+                    }
+                    let ends = [(false, true), (true, true), (false, false), (true, false)];
+                    for (load_carry, store_carry) in ends {
+                        let mode = ForwardMode {
+                            dtype,
+                            causal,
+                            load_carry,
+                            store_carry,
+                            negative: dtype == DType::F16,
+                            windowed,
+                            softcap: false,
+                            slopes: false,
+                            grid_tile: tile,
+                        };
+                        all.push(tiling.program(RowDims::same(dim), mode));
+                    }
+                }
+            }
+        }
+    }
     all
 }
 
@@ -94,7 +129,7 @@ struct ForwardLaunch {
 pub(crate) fn supports(device: &Device, job: &Job, dtype: DType) -> bool {
     match JobFeatures::only_ranges(job) {
         true => is_laid_out(device, job, dtype) && hopper_ranges::fits(job),
-        false => plan(device, job, &[], dtype, false).is_some(),
+        false => plan(device, job, &[], dtype, (false, false)).is_some(),
     }
 }
 
@@ -113,16 +148,19 @@ fn is_laid_out(device: &Device, job: &Job, dtype: DType) -> bool {
 }
 
 /// The tiling of a job whose further chunks have `rest` keys each; None if this kernel does not
-/// support it.
+/// support it. `carry`: it loads or leaves a carry; `whole`: as in `Chain`.
 fn plan(
     device: &Device,
     job: &Job,
     rest: &[usize],
     dtype: DType,
-    carry: bool,
+    (carry, whole): (bool, bool),
 ) -> Option<ForwardLaunch> {
     if !is_laid_out(device, job, dtype) {
         return None;
+    }
+    if let Some(tiles) = job.tiles {
+        return plan_on_grid(device, job, tiles, whole);
     }
     if JobFeatures::only_ranges(job) {
         let (tiling, ranges) = hopper_ranges::choose(job, carry)?;
@@ -150,6 +188,36 @@ fn plan(
         tiling,
         causal,
         tiles,
+        ranges: None,
+    })
+}
+
+/// The tiling of a job on a grid, whose queries begin with a tile of it or are in one. `whole`: as
+/// in `Chain`.
+fn plan_on_grid(device: &Device, job: &Job, tiles: JobTiles, whole: bool) -> Option<ForwardLaunch> {
+    if JobFeatures::only_ranges(job) {
+        let (tiling, ranges) = hopper_ranges::choose_on_grid(job, tiles)?;
+        let tiles = TileParams::new(job, &[], tiling, None)?;
+        return Some(ForwardLaunch {
+            tiling,
+            causal: true,
+            tiles: tiles.of_list(&ranges)?,
+            ranges: Some(ranges),
+        });
+    }
+    // Under a causal mask no query sees keys after its own tile.
+    let (causal, mask) = match hopper_tiles::visibility(job) {
+        KeyVisibility::All => (false, NarrowMask::of_grid(tiles, whole)?),
+        KeyVisibility::Causal(mask) => (true, mask),
+        KeyVisibility::TooLarge => return None,
+    };
+    let multiprocessors = device.multiprocessors() as usize;
+    let within = !causal && tiles.part != TilePart::All;
+    let tiling = hopper_tilings::choose_on_grid(job, tiles.tile, within, multiprocessors)?;
+    Some(ForwardLaunch {
+        tiling,
+        causal,
+        tiles: TileParams::new(job, &[], tiling, Some(mask))?,
         ranges: None,
     })
 }
@@ -229,7 +297,7 @@ pub(crate) fn forward(
     let rest: Vec<usize> = chain.rest().iter().map(|chunk| chunk.job.keys).collect();
     // Chunks are multiples of the block size of the tilings for a carry.
     let carry = !(memory.starts && memory.finishes && rest.is_empty());
-    let plan = plan(device, job, &rest, dtype, carry);
+    let plan = plan(device, job, &rest, dtype, (carry, chain.whole));
     let plan = plan.ok_or_else(|| Error::Unsupported {
         what: format!("a job of {dtype} that is not laid out for tensor maps"),
     })?;
@@ -244,6 +312,7 @@ pub(crate) fn forward(
         windowed: plan.ranges.is_some(),
         softcap: features.softcap,
         slopes: features.slopes,
+        grid_tile: job.tiles.map_or(0, |tiles| tiles.tile),
     };
     let list = plan.ranges.as_ref().map(RangeTiles::words);
     let list = list.map(|words| context.tables.get(device, words));
@@ -269,7 +338,9 @@ pub(crate) fn forward(
     reads.extend([&list, &slopes].into_iter().flatten().map(|table| &**table));
     reads.extend(memory.reads());
     let writes = memory.writes();
-    if mode.store_carry && fills(job, memory.starts, writes[0]) {
+    // Sums that a job on a grid continues are read.
+    let overwrites = memory.starts || mode.grid_tile == 0;
+    if mode.store_carry && overwrites && fills(job, memory.starts, writes[0]) {
         // The kernel overwrites rows whose carry is empty, so a pending fill is not needed.
         let unread = if memory.starts { 3 } else { 1 };
         writes[..unread]

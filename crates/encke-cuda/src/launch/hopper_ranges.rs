@@ -1,8 +1,9 @@
 //! The tiles of Hopper's forward kernel for jobs whose queries see ranges of keys: windows and
 //! documents. Everything that a tile needs is computed here, once for each launch.
 
-use encke_core::job::Job;
+use encke_core::job::{Job, JobTiles};
 
+use super::grid_jobs;
 use super::hopper_tilings::{self, Tiling};
 use super::row_dims::RowDims;
 use crate::masked_job::{JobFeatures, PieceRows, pieces};
@@ -130,9 +131,27 @@ pub(crate) fn choose(job: &Job, carry: bool) -> Option<(&'static Tiling, RangeTi
     // Where no tiling for rows of these lengths has registers, those of the longest rows do.
     let own = of(RowDims::of(job)).count() > 0;
     let longest = RowDims::same(hopper_tilings::MAX_DIM);
-    let tiled = of(if own { RowDims::of(job) } else { longest });
+    let tilings = of(if own { RowDims::of(job) } else { longest });
     let position_steps = position_steps(job, &all)?;
-    let tiled = tiled.map(|tiling| (tiling, RangeTiles::new(&all, step, position_steps, tiling)));
+    choose_among(tilings, &all, (step, position_steps))
+}
+
+/// The same for a job on a grid.
+pub(crate) fn choose_on_grid(job: &Job, tiles: JobTiles) -> Option<(&'static Tiling, RangeTiles)> {
+    let all = grid_jobs::pieces(job, tiles);
+    let step = step(job, &all)?;
+    let position_steps = position_steps(job, &all)?;
+    let tilings = hopper_tilings::grid_candidates(job.dim, tiles.tile, false);
+    choose_among(tilings, &all, (step, position_steps))
+}
+
+fn choose_among(
+    tilings: impl Iterator<Item = &'static Tiling>,
+    all: &[PieceRows],
+    (step, position_steps): (i64, [i32; 2]),
+) -> Option<(&'static Tiling, RangeTiles)> {
+    let tiled = tilings.filter(|tiling| supports(tiling));
+    let tiled = tiled.map(|tiling| (tiling, RangeTiles::new(all, step, position_steps, tiling)));
     tiled.min_by(|(x, of_x), (y, of_y)| {
         let cost = |tiling: &Tiling, tiles: &RangeTiles| tiles.cost(tiling);
         cost(x, of_x).total_cmp(&cost(y, of_y))

@@ -4,8 +4,9 @@
 use std::f64::consts::LOG2_E;
 
 use cudarc::driver::DeviceRepr;
-use encke_core::job::{Band, Job};
+use encke_core::job::{Band, Job, JobTiles};
 
+use super::grid_jobs::{narrow_place, signed_tile};
 use super::hopper_ranges::RangeTiles;
 use super::hopper_tilings::{MAX_CHUNKS, Tiling};
 use crate::tensor_map;
@@ -14,7 +15,8 @@ use crate::tensor_map;
 /// needs a part of it too.
 const CACHE_BYTES: usize = 32 << 20;
 
-/// Row i sees the keys `0..=(lead + i·query_step) / key_step`: a causal mask in 32-bit integers.
+/// Row i sees the keys `0..=(lead + i·query_step) / key_step`: a causal mask in 32-bit integers. Of
+/// a job on a grid without a mask it has other meanings, as `TileParams` in hopper_tiles.cuh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NarrowMask {
     lead: i32,
@@ -41,6 +43,19 @@ pub(crate) fn visibility(job: &Job) -> KeyVisibility {
     match narrow(&mask, job.queries) {
         Some(mask) => KeyVisibility::Causal(mask),
         None => KeyVisibility::TooLarge,
+    }
+}
+
+impl NarrowMask {
+    /// The keys that the grid shows the rows of a job without a mask, or their order if `whole`:
+    /// all, those up to a row's own tile first. None if they do not fit.
+    pub fn of_grid(tiles: JobTiles, whole: bool) -> Option<NarrowMask> {
+        let [lead, shift] = narrow_place(tiles.query, tiles.key, tiles.tile)?;
+        Some(NarrowMask {
+            lead,
+            query_step: shift,
+            key_step: signed_tile(tiles) | i32::from(whole),
+        })
     }
 }
 

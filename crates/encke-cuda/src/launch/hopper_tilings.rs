@@ -142,6 +142,8 @@ pub(crate) struct ForwardMode {
     /// Whether scores are capped, and whether they have slopes; `windowed` is set too.
     pub softcap: bool,
     pub slopes: bool,
+    /// Rows of a tile of the grid; 0 if the kernel decides the order of sums.
+    pub grid_tile: usize,
 }
 
 impl ForwardMode {
@@ -267,7 +269,11 @@ impl Tiling {
             ("SLOPES", mode.slopes),
         ];
         let present = present.iter().filter(|(_, present)| *present);
-        present.fold(program, |program, (name, _)| program.define(name, 1))
+        let program = present.fold(program, |program, (name, _)| program.define(name, 1));
+        match mode.grid_tile {
+            0 => program,
+            tile => program.define("TILED", tile / self.keys),
+        }
     }
 
     /// The estimated makespan of a job with `rest` further keys that all its rows see, in keys
@@ -317,6 +323,37 @@ pub(crate) fn candidates(
     all().filter(move |x| x.staged || !staged)
 }
 
+/// The tilings for jobs on a grid of tiles of `tile` rows: their blocks of keys end with its tiles.
+/// For one head dimension they compute the same bits. They have at most two consumer warpgroups: a
+/// thread of three has no registers for the place in the grid. `within`: tiles of rows must end
+/// with the grid's, too.
+pub(crate) fn grid_candidates(
+    dim: usize,
+    tile: usize,
+    within: bool,
+) -> impl Iterator<Item = &'static Tiling> {
+    let dims = RowDims::same(dim);
+    let supported = move |x: &&Tiling| x.causal && dims.fit(x.dims) && tile.is_multiple_of(x.keys);
+    let size = |tiling: &Tiling| (tiling.dims.keys, tiling.dims.values);
+    let smallest = TILINGS.iter().filter(supported).map(size).min();
+    let all = TILINGS.iter().filter(supported);
+    let all = all.filter(move |x| Some(size(x)) == smallest && x.consumers <= 2);
+    all.filter(move |x| !(within && tile % x.rows() != 0))
+}
+
+/// The one of these with the smallest makespan for a job.
+pub(crate) fn choose_on_grid(
+    job: &Job,
+    tile: usize,
+    within: bool,
+    multiprocessors: usize,
+) -> Option<&'static Tiling> {
+    grid_candidates(job.dim, tile, within).min_by(|x, y| {
+        let makespan = |tiling: &Tiling| tiling.makespan(job, 0, true, multiprocessors);
+        makespan(x).total_cmp(&makespan(y))
+    })
+}
+
 /// The tiling with the smallest makespan for a job with `rest` further keys that all its rows see.
 pub(crate) fn choose(
     job: &Job,
@@ -356,6 +393,7 @@ mod tests {
                     windowed: true,
                     softcap: true,
                     slopes: true,
+                    grid_tile: 0,
                 };
                 let bytes = tiling.shared_bytes(tiling.dims, mode);
                 assert!(bytes <= 227 * 1024, "{tiling:?}: {bytes}");
@@ -403,6 +441,19 @@ mod tests {
             }
         }
         assert_eq!(carry_block_keys(RowDims::same(MAX_DIM + 16)), None);
+    }
+
+    #[test]
+    fn tilings_of_a_grid_have_the_same_blocks() {
+        for dim in (8..=MAX_DIM).step_by(8) {
+            for tile in [128, 256, 512] {
+                let all: Vec<_> = grid_candidates(dim, tile, false).collect();
+                let alike = |x: &Tiling| (x.keys, x.q_registers, x.staged);
+                assert!(all.iter().all(|x| alike(x) == alike(all[0])), "{dim}");
+                let least = grid_candidates(dim, tile, true).count();
+                assert!(least > 0, "{dim} {tile}");
+            }
+        }
     }
 
     #[test]

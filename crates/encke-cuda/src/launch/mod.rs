@@ -4,6 +4,8 @@ pub(crate) mod cells;
 mod chain;
 pub(crate) mod chain_queue;
 pub(crate) mod copy;
+pub(crate) mod grid_backward;
+pub(crate) mod grid_jobs;
 pub(crate) mod hopper_backward;
 pub(crate) mod hopper_backward_variants;
 pub(crate) mod hopper_forward;

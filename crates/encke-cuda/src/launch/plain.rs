@@ -9,7 +9,7 @@ use crate::allocation::DeviceAllocation;
 use crate::arguments::groups;
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
-use crate::masked_job::TileRows;
+use crate::masked_job::{JobFeatures, TileRows};
 use crate::operands::{BackwardOperands, DeviceInputs, Rounds, SoftmaxMemory};
 use crate::program::Program;
 
@@ -41,7 +41,8 @@ pub(crate) fn program(dtype: DType, dim: usize, masked: bool) -> Program {
 }
 
 fn program_of(dtype: DType, job: &Job) -> Program {
-    program(dtype, job.dim.max(job.value_dim), !job.is_plain())
+    let masked = JobFeatures::of(job).masked;
+    program(dtype, job.dim.max(job.value_dim), masked)
 }
 
 /// Shared memory for tiles of rows as long as keys and as long as values, and tiles of scores.

@@ -52,7 +52,7 @@ pub enum VerifySuite {
     /// Calls with injected faults.
     Faults(Box<FaultSuite>),
     /// Rings of several sizes, bit for bit.
-    Bits(BitsSuite),
+    Bits(Box<BitsSuite>),
 }
 
 /// Results of a device against the reference, with the worst errors so far.
@@ -87,9 +87,9 @@ impl VerifySuite {
     }
 
     /// Bits that do not depend on the ring.
-    pub fn bits() -> Result<VerifySuite> {
+    pub fn bits(device: ComputeDevice) -> Result<VerifySuite> {
         Attention::builder().build()?;
-        Ok(VerifySuite::Bits(BitsSuite::default()))
+        Ok(VerifySuite::Bits(Box::new(BitsSuite::new(device)?)))
     }
 
     /// Runs the configuration of a seed; the error describes the configuration and what is wrong.
