@@ -181,6 +181,15 @@ impl PatternOptions {
         self.alibi
     }
 
+    /// The option with which the sequence can have only one length, or few.
+    pub fn fixes_length(&self) -> Option<&'static str> {
+        match self.mode {
+            _ if self.documents.is_some() => Some("--documents"),
+            Some(ModeName::Fkodom) => Some("--mode fkodom"),
+            _ => None,
+        }
+    }
+
     /// The attention with this pattern; `documents` are the lengths that the input gives.
     pub fn apply(&self, builder: Builder, documents: Option<Documents>) -> Result<Builder> {
         let pattern = self.masked(documents)?;

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Args;
 use encke::{Pass, Request};
 use encke_lab::number::count;
@@ -111,6 +111,7 @@ const HEADING: &str = "Measurement and output";
 impl Options {
     /// The settings, or which option is wrong.
     pub fn settings(&self) -> Result<ProfileSettings> {
+        self.refuse_fixed_length()?;
         let requests = |sizes: Vec<usize>| -> Result<Vec<Request>> {
             sizes.into_iter().map(|ranks| self.request(ranks)).collect()
         };
@@ -124,6 +125,17 @@ impl Options {
             grad: self.grad,
             seed: self.seed,
         })
+    }
+
+    /// Refuses --caches with options for which the sequence cannot have other lengths.
+    fn refuse_fixed_length(&self) -> Result<()> {
+        let fixed = match self.pattern.fixes_length() {
+            Some(name) if self.caches => name,
+            _ => return Ok(()),
+        };
+        bail!(
+            "--caches makes calls of changing lengths, which {fixed} does not allow: leave one out"
+        )
     }
 
     /// The forward pass on a ring of this size.

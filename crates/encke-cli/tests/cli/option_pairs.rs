@@ -1,11 +1,16 @@
-//! Every pair of options of a plan: it is planned, or refused in one sentence that names both.
+//! Every pair of options of the commands that plan, predict and measure: the command does what it
+//! is for, or refuses in one sentence that names both.
 
 use std::sync::Mutex;
+
+use encke_core::conformance::extent;
 
 use crate::command::{CommandFolder, text};
 
 /// Options that each go with the others' defaults, and words by which a refusal may name them.
-const OPTIONS: [(&str, &[&str]); 22] = [
+type PairedOption = (&'static str, &'static [&'static str]);
+
+const OPTIONS: [PairedOption; 22] = [
     ("--causal", &["causal"]),
     ("--window 9,0 --prefix 2", &["window"]),
     ("--documents 40,88", &["documents"]),
@@ -47,13 +52,13 @@ fn overlap(one: &str, other: &str) -> bool {
     names.any(|name| other.split(' ').any(|word| word == name))
 }
 
-#[test]
-fn two_options_go_together_or_a_sentence_names_both() {
+/// Checks one pair in `every`, unless all tests run. Returns how many of them are refused.
+fn check_pairs(call: &str, options: &[PairedOption], every: usize) -> usize {
     let folder = CommandFolder::new();
     let mut pairs = Vec::new();
-    for (index, one) in OPTIONS.iter().enumerate() {
-        folder.succeeds(&format!("{CALL} {}", one.0));
-        let others = OPTIONS[index + 1..].iter();
+    for (index, one) in options.iter().enumerate() {
+        folder.succeeds(&format!("{call} {}", one.0));
+        let others = options[index + 1..].iter();
         pairs.extend(
             others
                 .filter(|other| !overlap(one.0, other.0))
@@ -61,13 +66,17 @@ fn two_options_go_together_or_a_sentence_names_both() {
         );
     }
     assert!(pairs.len() > 150);
-    let (pairs, refused) = (Mutex::new(pairs.into_iter()), Mutex::new(0));
+    let pairs = pairs.into_iter().step_by(extent(every, 1));
+    let (pairs, refused) = (Mutex::new(pairs), Mutex::new(0));
     let next = || pairs.lock().expect("no panic").next();
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
                 while let Some(((one, words), (other, more))) = next() {
-                    let output = folder.encke(&format!("{CALL} {one} {other}"));
+                    // Such small calls need no more threads, which take longer to start.
+                    let mut command = folder.command(&format!("{call} {one} {other}"));
+                    let output = command.env("RAYON_NUM_THREADS", "1").output();
+                    let output = output.expect("the command runs");
                     if output.status.success() {
                         continue;
                     }
@@ -83,7 +92,81 @@ fn two_options_go_together_or_a_sentence_names_both() {
             });
         }
     });
-    assert!(refused.into_inner().expect("no panic") > 10);
+    refused.into_inner().expect("no panic")
+}
+
+#[test]
+fn two_options_go_together_or_a_sentence_names_both() {
+    assert!(check_pairs(CALL, &OPTIONS, 1) > 10);
+}
+
+#[test]
+fn two_options_of_simulate_go_together_or_a_sentence_names_both() {
+    let more: [PairedOption; 5] = [
+        ("--straggler 1:2", &["straggler"]),
+        ("--json s.json", &["json"]),
+        ("--trace t.json --record 2", &["trace"]),
+        ("--node 2", &["node"]),
+        ("--against threads", &["against"]),
+    ];
+    // `simulate` has --grad where `plan` has --backward.
+    let options = OPTIONS.map(|(option, words)| match words {
+        ["rotate"] => ("--rotate queries --grad", words),
+        _ => (option, words),
+    });
+    let call = CALL.replace("plan", "simulate");
+    assert!(check_pairs(&call, &[&options[..], &more].concat(), 7) > 0);
+}
+
+/// Options of commands that compare rings of several sizes.
+fn of_rings(more: &[PairedOption], except: &[&str]) -> Vec<PairedOption> {
+    let missing = ["--schedule", "--rotate", "--sharding documents"];
+    let options = OPTIONS.iter().copied().chain([
+        ("--redundancy 1 --grad", &["redundancy"] as &[&str]),
+        ("--grad", &["grad"]),
+        ("--json s.json", &["json"]),
+        ("--dtype f64", &["f64"]),
+        ("--seed 3", &["seed"]),
+    ]);
+    let kept = options.filter(|(option, _)| {
+        let left_out = |name: &&str| option.contains(*name);
+        !missing.iter().any(left_out) && !except.iter().any(left_out)
+    });
+    kept.chain(more.iter().copied()).collect()
+}
+
+#[test]
+fn two_options_of_profile_go_together_or_a_sentence_names_both() {
+    let more: [PairedOption; 3] = [
+        ("--caches", &["caches"]),
+        ("--policies", &["policies"]),
+        ("--csv s.csv", &["csv"]),
+    ];
+    let call = CALL.replace("plan", "profile") + " --plan-ranks 8";
+    check_pairs(&call, &of_rings(&more, &[]), 7);
+    let folder = CommandFolder::new();
+    for (option, name) in [
+        ("--documents 40,88", "--documents"),
+        (
+            "--mode fkodom --segment-lengths 8,16 --dilation-rates 1,2",
+            "--mode fkodom",
+        ),
+    ] {
+        folder.refuses(&format!("{call} --caches {option}"), &["--caches", name]);
+    }
+    folder.succeeds(&format!("{call} --caches --policies --bits invariant:32"));
+}
+
+/// `bench` also compares rows with the reference: some of them have no keys.
+#[test]
+fn two_options_of_bench_go_together_or_a_sentence_names_both() {
+    let call = CALL.replace("plan", "bench") + " --repeats 1";
+    let except = ["--query-tokens", "--value-dim", "fkodom"];
+    let more = [(
+        "--mode group --segment-lengths 8,16 --dilation-rates 1,2 --group-scale groups",
+        &["group"] as &[&str],
+    )];
+    check_pairs(&call, &of_rings(&more, &except), 7);
 }
 
 #[test]

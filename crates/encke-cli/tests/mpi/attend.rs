@@ -1,5 +1,6 @@
 //! `mpirun -n p encke attend`: the file that threads write, byte for byte.
 
+use encke_core::conformance::extent;
 use safetensors::Dtype;
 
 use crate::command::CommandFolder;
@@ -111,7 +112,7 @@ fn processes_reproduce_golden_masks() {
     ] {
         let input = golden(name);
         let expected = files::read(&input);
-        for ranks in [2, 3, 4] {
+        for &ranks in extent::<&[usize]>(&[2, 3, 4], &[2, 3, 4, 7, 16]) {
             let input = input.display();
             let attend = format!("attend {input} -o out.safetensors --grad --causal {options}");
             succeeds(&folder, ranks, &attend);

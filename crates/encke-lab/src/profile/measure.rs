@@ -1,7 +1,7 @@
 //! Runs and plans rings of several sizes.
 
 use anyhow::Result;
-use encke::{Attention, Builder, Kernel, Pass, Plan, Request};
+use encke::{Attention, Bits, Builder, Cut, Kernel, Pass, Plan, Request};
 use encke_sim::profile::{ProfileInputs, RingProfile};
 use indicatif::ProgressBar;
 
@@ -132,9 +132,23 @@ fn plan_rings<K: Kernel>(
 
 /// The attention of a request, still without a device.
 pub(super) fn builder(request: &Request) -> Builder {
-    Attention::builder()
+    // Tiles cut a sequence of another length elsewhere.
+    let cut = match request.bits {
+        Bits::Planned => request.sharding.cut().clone(),
+        _ => Cut::Contiguous,
+    };
+    let builder = Attention::builder()
         .pattern(request.pattern.clone())
         .ranks(request.sharding.ranks())
-        .sharding(request.sharding.cut().clone())
+        .sharding(cut)
         .queries(request.queries)
+        .schedule(request.schedule)
+        .redundancy(request.redundancy)
+        .bits(request.bits)
+        .softcap(request.softcap)
+        .slopes(request.slopes.clone());
+    match request.scale {
+        None => builder,
+        Some(scale) => builder.scale(scale),
+    }
 }
