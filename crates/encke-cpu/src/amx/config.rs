@@ -11,10 +11,13 @@ pub trait AmxForwardConfig: Send + Sync + 'static {
     /// the lse is computed from their unrounded sums.
     const EXP_DEGREE: usize = 4;
     /// Keys that are packed at a time, so that they stay in the L2 cache; a multiple of KEYS and at
-    /// most 64 · 32.
+    /// most 128 · 32.
     const PACKED_KEYS: usize = 1024;
     /// Elements of q in a task, over all its heads.
     const QUERY_ELEMENTS: usize = 1 << 16;
+    /// Elements of k that stay packed while the queries of a window advance; few enough that they
+    /// stay in the L2 cache.
+    const WINDOW_ELEMENTS: usize = 1 << 18;
 }
 
 /// The largest head dimension for [`SmallDim`](super::element::TileElement::SmallDim).
@@ -50,6 +53,7 @@ impl AmxForwardConfig for MultiSplit {
     const EXP_DEGREE: usize = 5;
     const PACKED_KEYS: usize = 512;
     const QUERY_ELEMENTS: usize = 1 << 18;
+    const WINDOW_ELEMENTS: usize = 3 << 15;
 }
 
 /// Block sizes of the backward pass.

@@ -55,6 +55,9 @@ impl ScoreScale {
     }
 }
 
+/// The most bf16 that an element is split into.
+pub const MAX_SPLITS: usize = 3;
+
 /// An element type that the tiles multiply.
 pub trait TileElement: Element {
     /// How many bf16 one element is split into.
@@ -89,15 +92,12 @@ pub trait TileElement: Element {
             .then(|| with_typed!(Slice, slice, x => bytemuck::cast_slice(x)))
     }
 
-    /// One split of each of 32 elements. `CHECKED` is required if
+    /// The splits of each of 32 elements. `CHECKED` is required if
     /// [`overflows_bf16`](TileElement::overflows_bf16) holds for one of them.
     ///
     /// # Safety
     /// The elements of `mask` can be read at `from`, and the processor has AVX-512.
-    unsafe fn load<const SPLIT: usize, const CHECKED: bool>(
-        from: *const Self,
-        mask: u32,
-    ) -> __m512i;
+    unsafe fn splits<const CHECKED: bool>(from: *const Self, mask: u32) -> [__m512i; MAX_SPLITS];
 
     /// The lane-wise maximum of the magnitudes of 32 elements and `so_far` (initially zero), for
     /// [`TileElement::overflows_bf16`].
@@ -143,17 +143,15 @@ impl TileElement for bf16 {
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn load<const SPLIT: usize, const CHECKED: bool>(
-        from: *const bf16,
-        mask: u32,
-    ) -> __m512i {
+    unsafe fn splits<const CHECKED: bool>(from: *const bf16, mask: u32) -> [__m512i; MAX_SPLITS] {
         // SAFETY: the caller's promise.
-        unsafe {
+        let elements = unsafe {
             match mask {
                 u32::MAX => _mm512_loadu_si512(from.cast()),
                 _ => _mm512_maskz_loadu_epi16(mask, from.cast()),
             }
-        }
+        };
+        [elements; MAX_SPLITS]
     }
 
     /// A bf16 is its own split, also if it is not finite.
@@ -175,13 +173,10 @@ impl TileElement for f16 {
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn load<const SPLIT: usize, const CHECKED: bool>(
-        from: *const f16,
-        mask: u32,
-    ) -> __m512i {
+    unsafe fn splits<const CHECKED: bool>(from: *const f16, mask: u32) -> [__m512i; MAX_SPLITS] {
         // SAFETY: the caller's promise.
         let elements = unsafe { _mm512_maskz_loadu_epi16(mask, from.cast()) };
-        nth_split::<SPLIT, CHECKED>([
+        splits_of::<CHECKED>([
             _mm512_cvtph_ps(_mm512_extracti64x4_epi64::<0>(elements)),
             _mm512_cvtph_ps(_mm512_extracti64x4_epi64::<1>(elements)),
         ])
@@ -212,10 +207,7 @@ impl TileElement for f32 {
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn load<const SPLIT: usize, const CHECKED: bool>(
-        from: *const f32,
-        mask: u32,
-    ) -> __m512i {
+    unsafe fn splits<const CHECKED: bool>(from: *const f32, mask: u32) -> [__m512i; MAX_SPLITS] {
         // SAFETY: the caller's promise.
         let halves = unsafe {
             [
@@ -223,7 +215,7 @@ impl TileElement for f32 {
                 _mm512_maskz_loadu_ps((mask >> 16) as u16, from.wrapping_add(16)),
             ]
         };
-        nth_split::<SPLIT, CHECKED>(halves)
+        splits_of::<CHECKED>(halves)
     }
 
     #[inline]
@@ -320,35 +312,32 @@ impl LargeLanes {
     }
 }
 
-/// One split of each of 32 elements.
+/// The splits of each of 32 elements.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn nth_split<const SPLIT: usize, const CHECKED: bool>(halves: [__m512; 2]) -> __m512i {
+fn splits_of<const CHECKED: bool>(halves: [__m512; 2]) -> [__m512i; MAX_SPLITS] {
     let [low, high] = halves.map(|elements| {
-        let mut rest = elements;
-        for split in 0..SPLIT {
-            let nearest = match CHECKED && split == 0 {
-                true => round_to_bf16_checked(rest),
-                false => round_to_bf16(rest),
-            };
-            rest = _mm512_sub_ps(rest, nearest);
-        }
-        if CHECKED && SPLIT > 0 {
+        let nearest = match CHECKED {
+            true => round_to_bf16_checked(elements),
+            false => round_to_bf16(elements),
+        };
+        let mut rest = _mm512_sub_ps(elements, nearest);
+        if CHECKED {
             let size = _mm512_abs_ps(elements);
             let finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(size, splat(f32::INFINITY));
             rest = _mm512_maskz_mov_ps(finite, rest);
         }
-        // Only the upper words are used, so nothing has to be masked off; the third split fits
-        // them.
-        match (SPLIT, CHECKED) {
-            (0, true) => _mm512_castps_si512(round_to_bf16_checked(rest)),
-            (2, _) => _mm512_castps_si512(rest),
-            _ => _mm512_add_epi32(_mm512_castps_si512(rest), _mm512_set1_epi32(HALF)),
-        }
+        let second = round_to_bf16(rest);
+        // The third split fits a bf16.
+        [nearest, second, _mm512_sub_ps(rest, second)]
     });
     // SAFETY: the index is 64 bytes long.
     let upper = unsafe { _mm512_loadu_si512(UPPER.as_ptr().cast()) };
-    _mm512_permutex2var_epi16(low, upper, high)
+    let pair = |split: usize| {
+        let [low, high] = [low, high].map(|splits| _mm512_castps_si512(splits[split]));
+        _mm512_permutex2var_epi16(low, upper, high)
+    };
+    [pair(0), pair(1), pair(2)]
 }
 
 /// Indices of the upper words of 32 double words.

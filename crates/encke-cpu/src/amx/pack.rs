@@ -13,10 +13,11 @@
 //! | [`pairs`] | row pairs (r, r + 16) by 16 + 16 channels | right factor, sums over rows |
 
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
 use half::bf16;
 
-use super::element::TileElement;
+use super::element::{MAX_SPLITS, TileElement};
 use super::huge::HUGE;
 use super::tiles::{ROW_BYTES, SLAB_BYTES, TILE_BYTES};
 use crate::transpose::sixteen_registers;
@@ -92,23 +93,57 @@ impl<N: TileElement> RowPointers<N> {
         u32::MAX >> (WIDTH - WIDTH.min(self.dim - step * WIDTH))
     }
 
-    /// One split of the channels of one step of row i.
+    /// The splits of the channels of one step of row i.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn load<const MODE: u8, const SPLIT: usize>(&self, i: usize, step: usize) -> __m512i {
+    fn splits<const MODE: u8>(&self, i: usize, step: usize) -> [__m512i; MAX_SPLITS] {
         let from = self.at[i].wrapping_add(step * WIDTH);
         if MODE == FULL {
             // SAFETY: the row is present and has 32 channels in this step.
-            return unsafe { N::load::<SPLIT, false>(from, u32::MAX) };
+            return unsafe { N::splits::<false>(from, u32::MAX) };
         }
         if self.present >> i & 1 == 0 {
-            return _mm512_setzero_si512();
+            return [_mm512_setzero_si512(); MAX_SPLITS];
         }
         // SAFETY: the mask limits the load to the elements of the row.
         unsafe {
             match MODE {
-                MASKED => N::load::<SPLIT, false>(from, self.mask(step)),
-                _ => N::load::<SPLIT, true>(from, self.mask(step)),
+                MASKED => N::splits::<false>(from, self.mask(step)),
+                _ => N::splits::<true>(from, self.mask(step)),
+            }
+        }
+    }
+
+    /// Stores the splits of all rows of a step, a slab of rows for each.
+    ///
+    /// # Safety
+    /// A stack can be written at `to`, aligned to a cache line.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn split<const MODE: u8>(&self, step: usize, to: *mut u8) {
+        for i in 0..WIDTH {
+            let splits = self.splits::<MODE>(i, step);
+            for (split, elements) in splits.into_iter().enumerate().take(N::SPLITS) {
+                // SAFETY: the caller's promise.
+                unsafe { put(to.add(split * SLAB_BYTES), i, elements) };
+            }
+        }
+    }
+
+    /// [`RowPointers::split`] in the mode that the step needs.
+    ///
+    /// # Safety
+    /// As for [`RowPointers::split`].
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn split_step(&self, step: usize, to: *mut u8) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.overflows_bf16(step) {
+                self.split::<CHECKED>(step, to);
+            } else if self.full(step) {
+                self.split::<FULL>(step, to);
+            } else {
+                self.split::<MASKED>(step, to);
             }
         }
     }
@@ -120,8 +155,13 @@ const FULL: u8 = 0;
 const MASKED: u8 = 1;
 const CHECKED: u8 = 2;
 
-/// Calls a function for each split of each step, instantiated for the load mode that the step
-/// needs. Evaluates to the [`Extremes`] of the elements.
+/// The splits of 32 rows of a step, a slab for each.
+#[repr(C, align(64))]
+struct SplitRows([MaybeUninit<u8>; MAX_SPLITS * SLAB_BYTES]);
+
+/// Calls a function that lays out a slab, for each split of each step. It is given the rows of the
+/// split: an element that is its own split comes from memory, others are split once for all of
+/// them. Evaluates to the [`Extremes`] of the elements.
 macro_rules! each_slab {
     ($rows:ident, $function:ident($to:ident $(, $argument:expr)*)) => {{
         let mut largest = MaxMagnitudes::new();
@@ -129,28 +169,26 @@ macro_rules! each_slab {
             let at = $to.wrapping_add(step * N::STACK_BYTES);
             // SAFETY: the enclosing function has the same contract as the called one.
             largest.merge(unsafe {
-                if $rows.overflows_bf16(step) {
-                    each_slab!(@ CHECKED, $function(&$rows, step, at $(, $argument)*))
+                if N::SPLITS > 1 {
+                    let mut split = SplitRows([MaybeUninit::uninit(); MAX_SPLITS * SLAB_BYTES]);
+                    let split = split.0.as_mut_ptr().cast::<u8>();
+                    $rows.split_step(step, split);
+                    let row = |i: usize| _mm512_load_si512(split.add(i * ROW_BYTES).cast());
+                    let largest = $function(row, at $(, $argument)*);
+                    for slab in 1..N::SPLITS {
+                        let at_slab = slab * SLAB_BYTES;
+                        let row = |i: usize| row(at_slab / ROW_BYTES + i);
+                        $function(row, at.wrapping_add(at_slab) $(, $argument)*);
+                    }
+                    largest
                 } else if $rows.full(step) {
-                    each_slab!(@ FULL, $function(&$rows, step, at $(, $argument)*))
+                    $function(|i| $rows.splits::<FULL>(i, step)[0], at $(, $argument)*)
                 } else {
-                    each_slab!(@ MASKED, $function(&$rows, step, at $(, $argument)*))
+                    $function(|i| $rows.splits::<MASKED>(i, step)[0], at $(, $argument)*)
                 }
             });
         }
         largest.extremes()
-    }};
-    (@ $mode:ident, $function:ident($rows:expr, $step:ident, $at:ident $(, $argument:expr)*)) => {{
-        let largest = $function::<N, $mode, 0>($rows, $step, $at $(, $argument)*);
-        if N::SPLITS > 1 {
-            let second = $at.wrapping_add(SLAB_BYTES);
-            $function::<N, $mode, 1>($rows, $step, second $(, $argument)*);
-        }
-        if N::SPLITS > 2 {
-            let third = $at.wrapping_add(2 * SLAB_BYTES);
-            $function::<N, $mode, 2>($rows, $step, third $(, $argument)*);
-        }
-        largest
     }};
 }
 
@@ -251,25 +289,18 @@ pub unsafe fn rows<N: TileElement, F: Fn(usize) -> Option<usize>>(
     to: *mut u8,
 ) -> Extremes {
     let rows = RowPointers::new(source);
-    each_slab!(rows, rows_step(to))
-}
-
-/// # Safety
-/// As for [`rows`].
-#[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn rows_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
-    rows: &RowPointers<N>,
-    step: usize,
-    slab: *mut u8,
-) -> MaxMagnitudes {
-    let mut magnitudes = MaxMagnitudes::new();
-    for i in 0..WIDTH {
-        let elements = rows.load::<MODE, SPLIT>(i, step);
-        magnitudes.update(elements);
+    let mut largest = MaxMagnitudes::new();
+    for step in 0..rows.steps() {
+        let at = to.wrapping_add(step * N::STACK_BYTES);
         // SAFETY: the caller's promise.
-        unsafe { put(slab, i, elements) };
+        unsafe {
+            rows.split_step(step, at);
+            for i in 0..WIDTH {
+                largest.update(_mm512_load_si512(at.add(i * ROW_BYTES).cast()));
+            }
+        }
     }
-    magnitudes
+    largest.extremes()
 }
 
 /// Packs channels as rows.
@@ -282,26 +313,20 @@ pub unsafe fn columns<N: TileElement, F: Fn(usize) -> Option<usize>>(
     to: *mut u8,
 ) -> Extremes {
     let rows = RowPointers::new(source);
-    each_slab!(rows, columns_step(to))
+    each_slab!(rows, columns_slab(to))
 }
 
 /// # Safety
 /// As for [`columns`].
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn columns_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
-    rows: &RowPointers<N>,
-    step: usize,
-    slab: *mut u8,
-) -> MaxMagnitudes {
+unsafe fn columns_slab(row: impl Fn(usize) -> __m512i, slab: *mut u8) -> MaxMagnitudes {
     let mut magnitudes = MaxMagnitudes::new();
     // Sixteen channels at a time, so that all of them stay in registers.
     for upper in 0..2 {
         let mut r = [_mm512_setzero_si512(); 16];
         for (i, r) in r.iter_mut().enumerate() {
-            let (a, b) = (
-                rows.load::<MODE, SPLIT>(2 * i, step),
-                rows.load::<MODE, SPLIT>(2 * i + 1, step),
-            );
+            let (a, b) = (row(2 * i), row(2 * i + 1));
             // Four channels of every eight, in pairs of rows.
             *r = match upper {
                 0 => _mm512_unpacklo_epi16(a, b),
@@ -330,18 +355,14 @@ pub unsafe fn lanes<N: TileElement, F: Fn(usize) -> Option<usize>>(
     to: *mut u8,
 ) -> Extremes {
     let rows = RowPointers::new(source);
-    each_slab!(rows, lanes_step(to, sign))
+    each_slab!(rows, lanes_slab(to, sign))
 }
 
 /// # Safety
 /// As for [`lanes`].
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn lanes_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
-    rows: &RowPointers<N>,
-    step: usize,
-    slab: *mut u8,
-    sign: Sign,
-) -> MaxMagnitudes {
+unsafe fn lanes_slab(row: impl Fn(usize) -> __m512i, slab: *mut u8, sign: Sign) -> MaxMagnitudes {
     let (keep, flip) = sign.bit_masks();
     let (keep, flip) = (_mm512_set1_epi16(keep), _mm512_set1_epi16(flip));
     let mut magnitudes = MaxMagnitudes::new();
@@ -349,11 +370,9 @@ unsafe fn lanes_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
         let tile = slab.wrapping_add(half * TILE_BYTES);
         let mut r = [_mm512_setzero_si512(); 16];
         for (i, r) in r.iter_mut().enumerate() {
-            let elements = rows.load::<MODE, SPLIT>(half * 16 + i, step);
+            let elements = row(half * 16 + i);
             *r = _mm512_xor_si512(_mm512_and_si512(elements, keep), flip);
-            if SPLIT == 0 {
-                magnitudes.update(elements);
-            }
+            magnitudes.update(elements);
         }
         sixteen_registers(&mut r);
         for (i, r) in r.into_iter().enumerate() {
@@ -374,23 +393,17 @@ pub unsafe fn pairs<N: TileElement, F: Fn(usize) -> Option<usize>>(
     to: *mut u8,
 ) -> Extremes {
     let rows = RowPointers::new(source);
-    each_slab!(rows, pairs_step(to))
+    each_slab!(rows, pairs_slab(to))
 }
 
 /// # Safety
 /// As for [`pairs`].
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn pairs_step<N: TileElement, const MODE: u8, const SPLIT: usize>(
-    rows: &RowPointers<N>,
-    step: usize,
-    slab: *mut u8,
-) -> MaxMagnitudes {
+unsafe fn pairs_slab(row: impl Fn(usize) -> __m512i, slab: *mut u8) -> MaxMagnitudes {
     let mut magnitudes = MaxMagnitudes::new();
     for r in 0..16 {
-        let (a, b) = (
-            rows.load::<MODE, SPLIT>(r, step),
-            rows.load::<MODE, SPLIT>(r + 16, step),
-        );
+        let (a, b) = (row(r), row(r + 16));
         magnitudes.update(a);
         magnitudes.update(b);
         // SAFETY: the caller's promise.

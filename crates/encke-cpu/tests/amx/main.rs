@@ -7,6 +7,7 @@
 mod grid;
 mod kernel;
 mod packing;
+mod windows;
 
 use encke_core::conformance::{self, KernelSuite, Random, extent};
 use encke_core::dtype::Slice;

@@ -13,7 +13,7 @@ use super::tasks::AmxForwardTask;
 /// One block of keys for one tile.
 #[derive(Debug, Clone, Copy)]
 struct KeyBlock {
-    /// The index of the tile in its task.
+    /// The index of the tile among the packed ones.
     tile: usize,
     /// The index of the first key in the job, and among the packed keys.
     key: usize,
@@ -32,13 +32,14 @@ impl AmxForwardTile {
 
 impl KeyBlock {
     /// Whether one of the bits of packed keys is set for this block.
-    fn has(&self, bits: u64) -> bool {
+    fn has(&self, bits: u128) -> bool {
         bits >> (self.from / WIDTH) & ((1 << self.steps) - 1) != 0
     }
 }
 
 impl<N: TileElement> AmxForwardCall<'_, N> {
-    /// Attends a tile to all packed keys that are visible to it; `index` is its index in the task.
+    /// Attends a tile to all packed keys that are visible to it; `index` is its index among the
+    /// packed ones.
     ///
     /// # Safety
     /// As for [`AmxForwardCall::run_task`].
@@ -51,18 +52,18 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         packed: PackedKeys,
         scratch: *mut u8,
     ) {
-        let end = tile.seen.end.min(packed.first + packed.count);
+        let end = tile.seen.end.min(packed.end);
         if tile.seen.start >= end {
             return;
         }
-        let before = tile.seen.start.saturating_sub(packed.first);
+        let before = tile.seen.start.saturating_sub(packed.origin);
         // Blocks end at multiples of their size from the first key of the piece on; keys before the
         // first visible one are left out, 32 at a time. A job on a grid takes them from the last
         // to the first, so that a row's bits do not depend on where its keys are cut into jobs.
         let size = self.block_keys::<S>();
         let (aligned, start) = (
-            packed.first + before / size * size,
-            packed.first + before / WIDTH * WIDTH,
+            packed.origin + before / size * size,
+            packed.origin + before / WIDTH * WIDTH,
         );
         let mut blocks = (aligned..end).step_by(size);
         while let Some(block_start) = match self.job.tiles {
@@ -73,7 +74,7 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
             let block = KeyBlock {
                 tile: index,
                 key,
-                from: key - packed.first,
+                from: (key - packed.origin) % self.layout.packed_keys,
                 steps: (end.min(block_start + size) - key).div_ceil(WIDTH),
             };
             let huge = (tile.huge != 0 || block.has(packed.huge))

@@ -161,7 +161,7 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         }
     }
 
-    /// Packs `count` keys and values, starting with key `first`.
+    /// Packs keys and values `first` to `end`, 32 at a time.
     ///
     /// # Safety
     /// As for [`AmxForwardCall::run_task`].
@@ -169,14 +169,13 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
     pub(super) unsafe fn pack_keys(
         &self,
         task: &AmxForwardTask<'_>,
+        packed: &mut PackedKeys,
         first: usize,
-        count: usize,
+        end: usize,
         scratch: *mut u8,
-    ) -> PackedKeys {
+    ) {
         let job = self.job;
-        let (mut huge, mut nonfinite) = (0, 0);
-        for step in 0..count.div_ceil(WIDTH) {
-            let start = first + step * WIDTH;
+        for start in (first..end).step_by(WIDTH) {
             let address = |row: usize| {
                 let head = task.heads[0];
                 Some(job.k.at(task.batch, task.segment, start + row, head))
@@ -184,24 +183,21 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
             let source = |elements| RowSource {
                 elements,
                 dim: job.dim,
-                count: WIDTH.min(first + count - start),
+                count: WIDTH.min(end - start),
                 address,
             };
-            let slabs = |region: usize| self.packed(region, step * WIDTH, scratch);
+            let at = (start - packed.origin) % self.layout.packed_keys;
+            let slabs = |region: usize| self.packed(region, at, scratch);
+            let bit = 1 << (at / WIDTH);
             // SAFETY: the regions have this many slabs.
             unsafe {
                 let found = pack::rows(&source(self.k), slabs(self.layout.keys));
-                huge |= u64::from(found.huge) << step;
+                packed.huge = packed.huge & !bit | if found.huge { bit } else { 0 };
                 let found = pack::columns(&source(self.v), slabs(self.layout.values));
-                nonfinite |= u64::from(found.nonfinite) << step;
+                packed.nonfinite = packed.nonfinite & !bit | if found.nonfinite { bit } else { 0 };
             }
         }
-        PackedKeys {
-            first,
-            count,
-            huge,
-            nonfinite,
-        }
+        packed.end = end;
     }
 }
 

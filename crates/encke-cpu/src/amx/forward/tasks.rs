@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use encke_core::job::{Job, Piece};
 
 use super::super::pack::WIDTH;
-use super::call::MIN_TILES;
+use super::call::{AmxForwardLayout, MIN_TILES};
 use crate::schedule::batch_segments;
 
 /// A block of query rows of heads that share their keys.
@@ -22,26 +22,29 @@ pub struct AmxForwardTask<'a> {
     pairs: usize,
 }
 
-/// All tasks of a job, the longest first. A task has at most `max_tiles` tiles, and fewer if there
-/// would be less than `target` tasks.
+/// All tasks of a job, the longest first. A task has at most as many tiles as the layout says, and
+/// fewer if there would be less than `target` tasks.
 pub fn tasks<'a>(
     job: &Job,
     groups: &'a [Vec<usize>],
     pieces: &'a [Piece],
-    max_tiles: usize,
+    layout: &AmxForwardLayout,
     target: usize,
 ) -> Vec<AmxForwardTask<'a>> {
     let tiles = pieces
         .iter()
         .map(|piece| piece.queries.len().div_ceil(WIDTH));
     let total = tiles.sum::<usize>() * job.heads * job.batch * job.segments;
-    let mut limit = max_tiles;
+    let mut limit = layout.task_tiles;
     while limit >= 2 * MIN_TILES && total.div_ceil(limit) < target {
         limit /= 2;
     }
     let mut tasks = Vec::new();
     for (batch, segment) in batch_segments(job) {
-        for heads in groups.iter().flat_map(|group| group.chunks(limit)) {
+        for heads in groups
+            .iter()
+            .flat_map(|group| group.chunks(limit.min(layout.tiles)))
+        {
             let rows = limit / heads.len() * WIDTH;
             for piece in pieces {
                 // On a grid, tiles begin at its multiples of 32 rows.
