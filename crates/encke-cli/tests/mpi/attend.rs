@@ -108,6 +108,10 @@ fn processes_reproduce_golden_masks() {
             "mask_13_queries_7_of_40.safetensors",
             "--queries replicated --query-offset 33",
         ),
+        (
+            "mask_13_queries_7_of_40.safetensors",
+            "--queries replicated --sharding zigzag",
+        ),
         ("mask_15_value_dim.safetensors", ""),
     ] {
         let input = golden(name);

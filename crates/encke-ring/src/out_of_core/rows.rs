@@ -139,9 +139,10 @@ fn own_offsets(
 }
 
 /// The rows of a port that this rank writes. Where every rank holds all queries, shard by shard,
-/// each rank writes those of its own tokens.
+/// each rank writes those of its own tokens; it holds the gradients of its own keys alone.
 fn own_runs(port: &Port, request: &Request, rank: usize) -> Vec<Run> {
-    if request.queries == Queries::Replicated && port.runs.len() > 1 {
+    let of_keys = matches!(port.role, Role::Dk | Role::Dv);
+    if request.queries == Queries::Replicated && port.runs.len() > 1 && !of_keys {
         return request.query_runs(rank);
     }
     port.runs.clone()
