@@ -83,6 +83,7 @@ struct Problem {
   TileParams tiles;
   std::vector<int4> list;
   std::vector<double> slopes;
+  std::vector<uint2> slope_words;   // in base 2, as the kernel reads them
   // The score of a pair from scale * product, by definition.
   double score(double x, int h, int i, int j) const {
     if (SOFTCAP) x = CAP * tanh(x / CAP);
@@ -171,8 +172,11 @@ struct Problem {
     }
 #if WINDOWED
     make_list();
-    for (int h = 0; h < c.heads; h++) slopes.push_back(0.01 + 0.02 * h);
-    tiles.slopes = slopes.data();
+    for (int h = 0; h < c.heads; h++) {
+      slopes.push_back(0.01 + 0.02 * h);
+      slope_words.push_back({__float_as_uint((float)(slopes[h] * M_LOG2E)), 0});
+    }
+    tiles.slopes = slope_words.data();
     tiles.query_position_step = (int)c.query_step;
     tiles.key_position_step = (int)c.key_step;
     tiles.score_scale = (float)(fabs(c.scale) * M_LOG2E);
