@@ -38,8 +38,12 @@ template <int N> DEV void issue_own_sum(float (&sum)[N], u32 left, u32 right) {
   }
 }
 
-// A warpgroup's place in the tile.
+// A thread's place in the tile. Computed where it is used: registers are scarce.
 struct Place { int warpgroup, warp, lane; };
+DEV Place place_in(int warpgroup) {
+  const int thread = (int)(opaque(threadIdx.x) % 128);
+  return Place{warpgroup, thread / 32, thread % 32};
+}
 
 // Waits until block n's queries and output gradients are loaded.
 DEV void wait_queries(const HopperBackward& w, const Shared& m, u32 n, int warpgroup) {
@@ -101,7 +105,6 @@ template <int GROUP>
 DEV u32 process_own(const HopperBackward& w, const Shared& m, u32 n, int thread) {
   typedef OwnSlabs<GROUP> Own;
   const JobParams& job = w.job;
-  const Place at{GROUP, thread / 32, thread % 32};
   float dk[Own::dk * 32], dv[Own::dv * 32], dq[Own::dq * 32];
   #pragma unroll
   for (int i = 0; i < Own::dk * 32; i++) dk[i] = 0.f;
@@ -122,6 +125,7 @@ DEV u32 process_own(const HopperBackward& w, const Shared& m, u32 n, int thread)
 #if PIPELINED
   bool is_first = true;
   if (more) {
+    const Place at = place_in(GROUP);
     wait_queries(w, m, n, GROUP);
     begin_block(s, dp, m, n, GROUP);
     wgmma_wait<1>();
@@ -132,6 +136,7 @@ DEV u32 process_own(const HopperBackward& w, const Shared& m, u32 n, int thread)
 #endif
   #pragma unroll 1
   while (more) {
+    const Place at = place_in(GROUP);
     const u32 stage = stage_of<STAGES>(n), p = m.pairs + (n & 1) * PAIRS * PAIR_BYTES,
               ds = p + PAIR_BYTES, q = m.q + stage * Q_BYTES + Own::first_dk * (BQ * 128),
               o = m.o + stage * O_BYTES + Own::first_dv * (BQ * 128),
@@ -186,9 +191,10 @@ DEV u32 process_own(const HopperBackward& w, const Shared& m, u32 n, int thread)
 #endif
   }
 #if PIPELINED
-  if (!is_first) finish_dq(dq, w, m, n - 1, Own::first_dq, at);
+  if (!is_first) finish_dq(dq, w, m, n - 1, Own::first_dq, place_in(GROUP));
 #endif
   release_keys(m, GROUP, thread);
+  const Place at = place_in(GROUP);
   const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x,
             key = tile_word(m, n, KEY_BLOCK) * BK + at.warp * 16 + at.lane / 4;
   add_rows<false>(
