@@ -338,7 +338,7 @@ pub(crate) fn grid_candidates(
     let smallest = TILINGS.iter().filter(supported).map(size).min();
     let all = TILINGS.iter().filter(supported);
     let all = all.filter(move |x| Some(size(x)) == smallest && x.consumers <= 2);
-    all.filter(move |x| !(within && tile % x.rows() != 0))
+    all.filter(move |x| !within || tile.is_multiple_of(x.rows()))
 }
 
 /// The one of these with the smallest makespan for a job.
