@@ -20,8 +20,7 @@ use encke_ring::threads::{Endpoint, endpoints};
 use encke_ring::trace::Recorder;
 use half::bf16;
 
-type Failed = Box<dyn std::error::Error + Send + Sync>;
-type Result<T> = std::result::Result<T, Failed>;
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 type Inputs = Vec<(Role, Tensor)>;
 
 const DEADLINE: Duration = Duration::from_secs(60);

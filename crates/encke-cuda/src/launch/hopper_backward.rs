@@ -158,7 +158,6 @@ fn plan_any_gpu(job: &Job, dtype: DType) -> Option<BackwardLaunch> {
         extents(job, dims.values, job.keys),
     );
     let dout = cell_rows(&job.cells, job.value_dim);
-    // TODO transform
     let supported = (mode.windowed || JobFeatures::is_causal_or_full(job))
         && job.queries > 0
         && job.keys > 0

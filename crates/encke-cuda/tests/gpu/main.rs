@@ -1,7 +1,7 @@
 //! All tests on a GPU: every kernel family under the kernel suite, every kind of hop under the
 //! transport suite, and whole rings against the reference. Prints the number of passed checks; an
-//! argument selects the groups whose name contains it, `--part=1/4` a quarter of them. Without a GPU
-//! it prints the reason, skips and passes, unless `ENCKE_GPU` is set.
+//! argument selects the groups whose name contains it, `--part=1/4` a quarter of them. Without a
+//! GPU it prints the reason, skips and passes, unless `ENCKE_GPU` is set.
 
 mod few_queries;
 mod nccl;

@@ -30,8 +30,8 @@ pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKerne
         dropped_values: false,
         ..KernelSuite::default()
     };
-    // Windows, documents, transformed scores and values of another width are computed by the fastest
-    // family that can; dropout by mma.sync alone, and its suite tests it.
+    // Windows, documents, transformed scores and values of another width are computed by the
+    // fastest family that can; dropout by mma.sync alone, and its suite tests it.
     let mixed = KernelSuite {
         largest_scores: HOPPER_SCORES,
         dropout: false,
