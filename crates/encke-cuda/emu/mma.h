@@ -36,7 +36,6 @@ static inline const float* widened() {
 }
 }  // namespace emu
 
-static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline u32 shared_base() { return emu::BASE; }
 static inline void store_shared(u32 to, u16 x) { memcpy(emu::at(to, 2), &x, 2); }
 static inline void copy16(u32 to, const void* from, bool real) { emu::copy(to, from, 16, real); }

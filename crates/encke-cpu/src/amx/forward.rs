@@ -104,13 +104,17 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         let rows = self.layout.tiles / task.heads.len() * WIDTH;
         let end = task.first + task.count;
         let mut packed = PackedKeys::new(task.piece.keys.start);
+        // Rows after the last visible key need not exist.
+        let mut visible = (task.first..end).rev().map(|row| task.piece.visible(row));
+        let visible = visible.find(|keys| !keys.is_empty());
+        let last_key = visible.map_or(0, |keys| keys.end);
         for first in (task.first..end).step_by(rows) {
             let rows = first..end.min(first + rows);
             // SAFETY: the caller's promise.
             unsafe {
                 let tiles = self.load_tiles(task, rows, scratch);
                 if self.layout.advances {
-                    self.advance::<T, S>(task, tiles, &mut packed, scratch);
+                    self.advance::<T, S>(task, tiles, (&mut packed, last_key), scratch);
                 } else {
                     self.attend_packs::<T, S>(task, tiles, scratch);
                 }
@@ -181,7 +185,8 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         }
     }
 
-    /// Packs the keys that tiles see and the ones before them did not, and attends the tiles.
+    /// Packs the keys that tiles see and the ones before them did not, and attends the tiles. No
+    /// query of the task sees a key from `last_key` on.
     ///
     /// # Safety
     /// As for [`AmxForwardCall::run_task`].
@@ -190,16 +195,16 @@ impl<N: TileElement> AmxForwardCall<'_, N> {
         &self,
         task: &AmxForwardTask<'_>,
         tiles: &mut [AmxForwardTile],
-        packed: &mut PackedKeys,
+        (packed, last_key): (&mut PackedKeys, usize),
         scratch: *mut u8,
     ) {
         let KeyBounds { start, end } = seen_by(tiles);
         if start >= end {
             return;
         }
-        let keys = task.piece.keys.clone();
-        let group = |key: usize| keys.start + (key - keys.start) / WIDTH * WIDTH;
-        let end = (group(end - 1) + WIDTH).min(keys.end);
+        let keys = task.piece.keys.start;
+        let group = |key: usize| keys + (key - keys) / WIDTH * WIDTH;
+        let end = (group(end - 1) + WIDTH).min(last_key);
         // SAFETY: the caller's promise.
         unsafe {
             if packed.end < end {

@@ -112,6 +112,7 @@ DEV u32 process_own(const HopperBackward& w, const Shared& m, u32 n, int thread)
   for (int i = 0; i < Own::dv * 32; i++) dv[i] = 0.f;
 #if TILED
   if (w.stores == CONTINUED) {
+    const Place at = place_in(GROUP);
     const int head = w.query_heads[tile_word(m, n, FIRST_MEMBER)].x,
               key = tile_word(m, n, KEY_BLOCK) * BK + at.warp * 16 + at.lane / 4;
     load_rows(w.dk, job, m, n, head, dk, w.dk_gain, key, Own::first_dk * 64, at.lane);

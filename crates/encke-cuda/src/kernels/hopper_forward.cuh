@@ -351,7 +351,7 @@ struct Softmax {
     if (needed) {
       // No infinity is subtracted from itself: a row that saw no key is scaled by 0.
       factor[h] = exp2_fast((m[h] - (new_max == neg_inf() ? 0.f : new_max)) * unit);
-      m[h] = new_max; l[h] = __fmul_rn(l[h], factor[h]);
+      m[h] = new_max; l[h] = TILED ? __fmul_rn(l[h], factor[h]) : l[h] * factor[h];
     }
   }
 #if TILED

@@ -158,15 +158,16 @@ DEV int begin_block(const Tile& tile) {
 #endif
 }
 // The block that is processed when so many are left after it. With TILED and without a mask,
-// `tile.masked` blocks come after the others, though they have higher numbers.
-DEV int block_at(const Tile& tile, int left) {
+// `tile.masked` blocks come after the others, though they have higher numbers. (A function that
+// returned `left` would cost the producer a register that it does not have.)
 #if TILED && !CAUSAL
+DEV int block_at(const Tile& tile, int left) {
   const int shifted = left - tile.masked;
   return shifted < 0 ? left + tile.blocks - tile.masked : shifted;
-#else
-  return left;
-#endif
 }
+#else
+#define block_at(tile, left) (left)
+#endif
 // Whether some row of the tile sees only a part of a block.
 DEV bool is_masked(const Tile& tile, int block) {
 #if WINDOWED

@@ -16,7 +16,7 @@ const LONG: &[usize] = &[20, 64, 128, 192];
 
 /// The largest scores that Hopper's forward kernel takes, as a decimal exponent: it subtracts a
 /// rounded maximum from products that are not rounded.
-const HOPPER_SCORES: f64 = 7.0;
+const HOPPER_SCORES: f64 = 4.0;
 
 /// Shares of a suite that run concurrently.
 const SHARES: u64 = 8;
