@@ -53,9 +53,11 @@ pub fn covering(programs: Vec<(Program, (i32, i32))>) -> Vec<(Program, (i32, i32
     let mut brings_new = |(program, capability): &(Program, (i32, i32))| {
         let mut parts = program.options();
         parts.push(program.architecture(*capability));
+        // Programs of one name may have several texts, each with macros of its own.
+        let text = program.text().len();
         let new = parts
             .into_iter()
-            .map(|part| seen.insert((program.name, part)));
+            .map(|part| seen.insert((program.name, text, part)));
         new.fold(false, |any, new| any | new)
     };
     let mut programs = programs;
