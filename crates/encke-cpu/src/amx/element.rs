@@ -103,7 +103,7 @@ pub trait TileElement: Element {
     /// [`TileElement::overflows_bf16`].
     ///
     /// # Safety
-    /// As for [`TileElement::load`].
+    /// As for [`TileElement::splits`].
     unsafe fn max_magnitude(from: *const Self, mask: u32, so_far: __m512i) -> __m512i;
 
     /// Whether one of these magnitudes belongs to an element that is not finite, or so large that
