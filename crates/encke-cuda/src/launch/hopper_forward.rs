@@ -164,13 +164,7 @@ fn plan(
     }
     if JobFeatures::only_ranges(job) {
         let (tiling, ranges) = hopper_ranges::choose(job, carry)?;
-        let tiles = TileParams::new(job, &[], tiling, None)?;
-        return Some(ForwardLaunch {
-            tiling,
-            causal: true,
-            tiles: tiles.of_list(&ranges)?,
-            ranges: Some(ranges),
-        });
+        return of_ranges(job, tiling, ranges);
     }
     if !JobFeatures::is_causal_or_full(job) {
         return None;
@@ -192,18 +186,23 @@ fn plan(
     })
 }
 
+/// The launch of a job whose queries see ranges of keys.
+fn of_ranges(job: &Job, tiling: &'static Tiling, ranges: RangeTiles) -> Option<ForwardLaunch> {
+    let tiles = TileParams::new(job, &[], tiling, None)?;
+    Some(ForwardLaunch {
+        tiling,
+        causal: true,
+        tiles: tiles.of_list(&ranges)?,
+        ranges: Some(ranges),
+    })
+}
+
 /// The tiling of a job on a grid, whose queries begin with a tile of it or are in one. `whole`: as
 /// in `Chain`.
 fn plan_on_grid(device: &Device, job: &Job, tiles: JobTiles, whole: bool) -> Option<ForwardLaunch> {
     if JobFeatures::only_ranges(job) {
         let (tiling, ranges) = hopper_ranges::choose_on_grid(job, tiles)?;
-        let tiles = TileParams::new(job, &[], tiling, None)?;
-        return Some(ForwardLaunch {
-            tiling,
-            causal: true,
-            tiles: tiles.of_list(&ranges)?,
-            ranges: Some(ranges),
-        });
+        return of_ranges(job, tiling, ranges);
     }
     // Under a causal mask no query sees keys after its own tile.
     let (causal, mask) = match hopper_tiles::visibility(job) {
