@@ -38,6 +38,12 @@ impl Program {
         }
     }
 
+    /// Adds the macros that are present, with the value 1.
+    pub(crate) fn define_present(self, macros: &[(&str, bool)]) -> Program {
+        let present = macros.iter().filter(|(_, present)| *present);
+        present.fold(self, |program, (name, _)| program.define(name, 1))
+    }
+
     /// Adds a macro.
     pub(crate) fn define(mut self, name: &str, value: impl std::fmt::Display) -> Program {
         // Writing to a text does not fail.

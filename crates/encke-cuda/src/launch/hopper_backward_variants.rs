@@ -147,14 +147,12 @@ impl BackwardVariant {
         if dims.differ() {
             program = program.define("VD", dims.in_steps().values);
         }
-        let present = [
+        let program = program.define_present(&[
             ("WIDE", self.wide && dims.longest() <= NARROW),
             ("WINDOWED", mode.windowed),
             ("SOFTCAP", mode.softcap),
             ("SLOPES", mode.slopes),
-        ];
-        let present = present.iter().filter(|(_, present)| *present);
-        let program = present.fold(program, |program, (name, _)| program.define(name, 1));
+        ]);
         match mode.grid_tile {
             0 => program,
             tile => program.define("TILED", tile / self.queries),
