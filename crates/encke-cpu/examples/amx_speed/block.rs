@@ -5,7 +5,7 @@ use std::hint::black_box;
 use encke_cpu::internals::pack::{self, RowSource, Sign};
 use encke_cpu::internals::softmax::{self, KeyBounds, Lanes, ScoreBlock, TileSoftmax, VisibleKeys};
 use encke_cpu::internals::{
-    Dim64Split1, ROW_BYTES, SLAB_BYTES, ScoreScale, TileProduct, TileUnit, multiply_keys,
+    Dim64Split1, Hardware, ROW_BYTES, SLAB_BYTES, ScoreScale, TileProduct, TileUnit, multiply_keys,
 };
 use half::bf16;
 
@@ -95,12 +95,12 @@ impl BlockBench {
 
     /// # Safety
     /// Tiles are configured.
-    pub unsafe fn qk<T: TileUnit>(&mut self, tile: usize, block: usize) {
+    pub unsafe fn qk(&mut self, tile: usize, block: usize) {
         let k = self.k.at().wrapping_add(block * self.block_bytes());
         let q = self.q.at().wrapping_add(tile * self.steps * SLAB_BYTES);
         let (sums, steps) = (self.buffer(tile), self.steps);
         // SAFETY: the memory has these slabs, and tiles are configured.
-        unsafe { multiply_keys::<T, bf16>(k, q, sums, steps, self.keys / 32) };
+        unsafe { multiply_keys::<Hardware, bf16>(k, q, sums, steps, self.keys / 32) };
     }
 
     pub fn softmax(&mut self, tile: usize) {
@@ -129,7 +129,7 @@ impl BlockBench {
 
     /// # Safety
     /// Tiles are configured.
-    pub unsafe fn pv<T: TileUnit>(&mut self, tile: usize, block: usize) {
+    pub unsafe fn pv(&mut self, tile: usize, block: usize) {
         let v = self.v.at().wrapping_add(block * self.block_bytes());
         let b = self.buffer(tile);
         let sums = tile * 2 * self.steps * SLAB_BYTES;
@@ -137,7 +137,7 @@ impl BlockBench {
             let c = self.sums.at().wrapping_add(sums + 2 * step * SLAB_BYTES);
             // SAFETY: the memory has these slabs, and tiles are configured.
             unsafe {
-                T::multiply::<true, 1>(TileProduct {
+                Hardware::multiply::<true, 1>(TileProduct {
                     a: v.wrapping_add(step * SLAB_BYTES),
                     a_step: self.steps * SLAB_BYTES,
                     b: [b, b.wrapping_add(SLAB_BYTES)],

@@ -4,7 +4,7 @@ use encke_core::dtype::Slice;
 use encke_core::kernel::{Carry, Gradients, Kernel, SoftmaxState, Upstream};
 use encke_core::naive::NaiveKernel;
 use encke_core::{DType, Data};
-use encke_cpu::internals::{PagePool, TileUnit};
+use encke_cpu::internals::PagePool;
 
 use crate::tensors::{BenchElement, BenchTensors, elements_of, job};
 use crate::variants::{backwards, forwards};
@@ -20,7 +20,7 @@ fn error(got: &[f32], expected: &Data) -> f64 {
 }
 
 /// Compares every variant with the oracle, at a size that is no multiple of its blocks.
-pub fn check<T: TileUnit, N: BenchElement>() {
+pub fn check<N: BenchElement>() {
     let pool = PagePool::default();
     for (dim, causal) in [(64, true), (128, false), (40, true)] {
         let job = job(333, 2, dim, causal);
@@ -45,7 +45,7 @@ pub fn check<T: TileUnit, N: BenchElement>() {
         NaiveKernel
             .finish(cells, dim, 1.0, &carry, &mut out, &mut lse)
             .unwrap();
-        for (name, run) in forwards::<T, N>() {
+        for (name, run) in forwards::<N>() {
             tensors.forward(run, &pool, &job);
             let mut mean = elements_of::<f32>(&tensors.carry.acc).to_vec();
             let sums = elements_of::<f32>(&tensors.carry.l);
@@ -78,7 +78,7 @@ pub fn check<T: TileUnit, N: BenchElement>() {
                 gradients,
             )
             .unwrap();
-        for (name, run) in backwards::<T, N>() {
+        for (name, run) in backwards::<N>() {
             tensors.gradients.iter_mut().for_each(|data| data.fill(0.0));
             tensors.backward(run, &pool, &job);
             for (got, expected) in tensors.gradients.iter().zip([&dq, &dk, &dv]) {

@@ -9,9 +9,6 @@
 //! backward.
 //!
 //! Variants compute in bf16, or in f32 if the arguments include `f32`; phases are always bf16.
-//!
-//! Without tiles it runs on emulated ones with tiny sizes, to show that it works; the figures are
-//! then meaningless.
 
 #[cfg(target_arch = "x86_64")]
 mod block;
@@ -36,12 +33,9 @@ use encke_cpu::internals;
 #[cfg(target_arch = "x86_64")]
 fn main() {
     if internals::available() {
-        run::<internals::Hardware>(true);
-    } else if internals::has_avx512() {
-        println!("no tiles on this machine: emulated tiles, tiny sizes, meaningless figures");
-        run::<internals::Emulated>(false);
+        run();
     } else {
-        println!("neither tiles nor AVX-512 on this machine: nothing to measure");
+        println!("no tiles on this machine: nothing to measure");
     }
 }
 
@@ -50,9 +44,9 @@ fn main() {
     println!("no tiles on this architecture");
 }
 
-/// Runs the parts that the arguments name. `hardware` is false for emulated tiles.
+/// Runs the parts that the arguments name.
 #[cfg(target_arch = "x86_64")]
-fn run<T: internals::TileUnit>(hardware: bool) {
+fn run() {
     let mut arguments = std::env::args().skip(1).peekable();
     let threads = arguments.peek().and_then(|word| word.parse().ok());
     if threads.is_some() {
@@ -64,24 +58,24 @@ fn run<T: internals::TileUnit>(hardware: bool) {
     let in_f32 = !f32_words.is_empty();
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
     pool.expect("threads").install(|| {
-        println!("{} tiles, {threads} threads", T::NAME);
+        println!("{threads} threads");
         if selected("check") {
             match in_f32 {
-                true => check::check::<T, f32>(),
-                false => check::check::<T, half::bf16>(),
+                true => check::check::<f32>(),
+                false => check::check::<half::bf16>(),
             }
         }
-        if hardware && selected("peak") {
-            peak::peaks::<T>(threads);
+        if selected("peak") {
+            peak::peaks(threads);
         }
         if selected("phases") {
-            phases::phases::<T>(hardware);
+            phases::phases();
         }
         for (word, forward) in [("forward", true), ("backward", false)] {
             if selected(word) {
                 match in_f32 {
-                    true => table::table::<T, f32>(hardware, forward),
-                    false => table::table::<T, half::bf16>(hardware, forward),
+                    true => table::table::<f32>(forward),
+                    false => table::table::<half::bf16>(forward),
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 use encke_core::DType;
 use encke_cpu::InstructionSet;
-use encke_cpu::internals::{ROW_BYTES, SLAB_BYTES, TileProduct, TileUnit};
+use encke_cpu::internals::{Hardware, ROW_BYTES, SLAB_BYTES, TileProduct, TileUnit};
 
 use crate::memory::TileMemory;
 use crate::tensors::time;
@@ -16,7 +16,7 @@ pub fn peak() -> f64 {
 }
 
 /// Measures and prints both peaks.
-pub fn peaks<T: TileUnit>(threads: usize) {
+pub fn peaks(threads: usize) {
     const ROUNDS: usize = 20_000;
     let (best, _) = time(5, || {
         rayon::broadcast(|_| {
@@ -24,9 +24,9 @@ pub fn peaks<T: TileUnit>(threads: usize) {
             let at = memory.at();
             // SAFETY: the product stays in the memory, and tiles are configured.
             unsafe {
-                T::configure();
+                Hardware::configure();
                 for _ in 0..ROUNDS {
-                    T::multiply::<false, 1>(TileProduct {
+                    Hardware::multiply::<false, 1>(TileProduct {
                         a: at,
                         a_step: SLAB_BYTES,
                         b: [at.wrapping_add(12 << 10), at.wrapping_add(13 << 10)],
@@ -36,7 +36,7 @@ pub fn peaks<T: TileUnit>(threads: usize) {
                         steps: 6,
                     });
                 }
-                T::release();
+                Hardware::release();
             }
         });
     });

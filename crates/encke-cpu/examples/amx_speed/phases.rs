@@ -7,22 +7,17 @@ use crate::tensors::{BenchTensors, job, time};
 
 /// Measures each phase of 32 queries and a block of keys, on one thread. The unit is the time of
 /// one tile multiplication at the peak (16 cycles).
-pub fn phases<T: TileUnit>(hardware: bool) {
-    // Packing and softmax run on vectors and can be timed without tiles.
-    let (rounds, vector_rounds) = (if hardware { 20_000 } else { 2 }, 20_000);
-    let unit = if hardware {
-        let (best, _) = time(7, || {
-            // SAFETY: tiles are available.
-            unsafe {
-                T::configure();
-                Hardware::multiply_registers(100_000);
-                T::release();
-            }
-        });
-        best / 400_000.0
-    } else {
-        1e-9
-    };
+pub fn phases() {
+    let rounds = 20_000;
+    let (best, _) = time(7, || {
+        // SAFETY: tiles are available.
+        unsafe {
+            Hardware::configure();
+            Hardware::multiply_registers(100_000);
+            Hardware::release();
+        }
+    });
+    let unit = best / 400_000.0;
     println!(
         "phases of 32 queries, in tile multiplications (of {:.2} ns), one thread, best of 7",
         unit * 1e9
@@ -41,43 +36,43 @@ pub fn phases<T: TileUnit>(hardware: bool) {
     ] {
         let tensors = BenchTensors::new(&job(keys.max(64), 1, dim, false));
         let mut bench = BlockBench::new(dim, keys);
-        let mut units = |rounds: usize, body: &mut dyn FnMut(&mut BlockBench)| {
+        let mut units = |body: &mut dyn FnMut(&mut BlockBench)| {
             // SAFETY: tiles are available; they stay configured on this thread.
-            unsafe { T::configure() };
+            unsafe { Hardware::configure() };
             let (best, _) = time(7, || (0..rounds).for_each(|_| body(&mut bench)));
             best / rounds as f64 / unit
         };
-        let pack = units(vector_rounds, &mut |bench| bench.pack_keys(&tensors, dim));
+        let pack = units(&mut |bench| bench.pack_keys(&tensors, dim));
         // SAFETY: tiles are configured, here and below.
-        let qk = units(rounds, &mut |bench| unsafe { bench.qk::<T>(0, 0) });
-        let softmax = units(vector_rounds, &mut |bench| bench.softmax(0));
+        let qk = units(&mut |bench| unsafe { bench.qk(0, 0) });
+        let softmax = units(&mut |bench| bench.softmax(0));
         // SAFETY: as above.
-        let pv = units(rounds, &mut |bench| unsafe { bench.pv::<T>(0, 0) });
+        let pv = units(&mut |bench| unsafe { bench.pv(0, 0) });
         // SAFETY: as above.
-        let one = units(rounds, &mut |bench| unsafe {
-            bench.qk::<T>(0, 0);
+        let one = units(&mut |bench| unsafe {
+            bench.qk(0, 0);
             bench.softmax(0);
-            bench.pv::<T>(0, 0);
+            bench.pv(0, 0);
         });
         // SAFETY: as above.
-        let two = units(rounds, &mut |bench| unsafe {
-            bench.qk::<T>(1, 0);
+        let two = units(&mut |bench| unsafe {
+            bench.qk(1, 0);
             bench.softmax(0);
-            bench.pv::<T>(0, 0);
-            bench.qk::<T>(0, 0);
+            bench.pv(0, 0);
+            bench.qk(0, 0);
             bench.softmax(1);
-            bench.pv::<T>(1, 0);
+            bench.pv(1, 0);
         }) / 2.0;
         let mut block = 0;
         // SAFETY: as above.
-        let streamed = units(rounds, &mut |bench| unsafe {
-            bench.qk::<T>(0, block);
+        let streamed = units(&mut |bench| unsafe {
+            bench.qk(0, block);
             bench.softmax(0);
-            bench.pv::<T>(0, block);
+            bench.pv(0, block);
             block = (block + 1) % BLOCKS;
         });
         // SAFETY: as above.
-        unsafe { T::release() };
+        unsafe { Hardware::release() };
         let floor = (keys / 16 * 2 * (dim / 32) * 2) as f64;
         println!(
             "{dim:>4} {keys:>5} {pack:>9.1} {floor:>7.1} {qk:>7.1} {softmax:>7.1} {pv:>7.1} \

@@ -1,7 +1,7 @@
 //! The speed of every variant, and its share of the peak measured just before.
 
 use encke_core::job::Job;
-use encke_cpu::internals::{PagePool, TileUnit, forward};
+use encke_cpu::internals::{Hardware, PagePool, forward};
 
 use crate::peak::peak;
 use crate::tensors::{BenchElement, BenchTensors, job, time};
@@ -28,12 +28,8 @@ fn backward_body<'a, N: BenchElement>(
 
 /// The shortest and the median time of each variant. Runs of different variants alternate, because
 /// the speed of a machine changes from second to second by more than variants differ.
-fn alternate<N>(
-    hardware: bool,
-    runs: &[BenchBody<'_, N>],
-    tensors: &mut BenchTensors<N>,
-) -> Vec<(f64, f64)> {
-    let rounds = if hardware { 9 } else { 1 };
+fn alternate<N>(runs: &[BenchBody<'_, N>], tensors: &mut BenchTensors<N>) -> Vec<(f64, f64)> {
+    let rounds = 9;
     let mut seconds = vec![Vec::new(); runs.len()];
     for _ in 0..rounds {
         for (run, seconds) in runs.iter().zip(&mut seconds) {
@@ -48,19 +44,15 @@ fn alternate<N>(
 }
 
 /// GFLOP/s of every variant.
-pub fn table<T: TileUnit, N: BenchElement>(hardware: bool, is_forward: bool) {
-    let sizes: &[(usize, usize)] = match hardware {
-        true => &[(1024, 8), (4096, 8), (16384, 2)],
-        false => &[(64, 1), (192, 1)],
-    };
+pub fn table<N: BenchElement>(is_forward: bool) {
     let scratch = PagePool::default();
     for dim in [64, 128] {
-        for &(tokens, heads) in sizes {
+        for (tokens, heads) in [(1024, 8), (4096, 8), (16384, 2)] {
             for causal in [false, true] {
                 let job = job(tokens, heads, dim, causal);
                 let mut tensors = BenchTensors::<N>::new(&job);
                 let operations = job.pairs() as f64 * dim as f64 * 1e-9;
-                let peak = if hardware { peak() } else { f64::NAN };
+                let peak = peak();
                 println!(
                     "{} {} dim {dim}, {tokens} tokens, {heads} heads, {}; peak {peak:.0} GFLOP/s",
                     N::DTYPE,
@@ -68,23 +60,21 @@ pub fn table<T: TileUnit, N: BenchElement>(hardware: bool, is_forward: bool) {
                     if causal { "causal" } else { "full" },
                 );
                 if !is_forward {
-                    tensors.forward(forward::<T, N>, &scratch, &job);
+                    tensors.forward(forward::<Hardware, N>, &scratch, &job);
                     tensors.finish(&job);
                 }
                 let (names, runs): (Vec<_>, Vec<BenchBody<'_, N>>) = match is_forward {
-                    true => forwards::<T, N>()
+                    true => forwards::<N>()
                         .into_iter()
                         .map(|(name, run)| (name, forward_body(run, &scratch, &job)))
                         .unzip(),
-                    false => backwards::<T, N>()
+                    false => backwards::<N>()
                         .into_iter()
                         .map(|(name, run)| (name, backward_body(run, &scratch, &job)))
                         .unzip(),
                 };
                 let flop = if is_forward { 4.0 } else { 10.0 } * operations;
-                for (name, (best, median)) in
-                    names.iter().zip(alternate(hardware, &runs, &mut tensors))
-                {
+                for (name, (best, median)) in names.iter().zip(alternate(&runs, &mut tensors)) {
                     println!(
                         "  {name:<56} {:7.0} GFLOP/s ({:4.1}%), median {:7.0}",
                         flop / best,

@@ -2,8 +2,8 @@
 
 use encke_core::job::Job;
 use encke_cpu::internals::{
-    AmxBackwardConfig, AmxBackwardInputs, AmxForwardConfig, PagePool, Target, TileElement,
-    TileUnit, backward_with_config, forward_with_config,
+    AmxBackwardConfig, AmxBackwardInputs, AmxForwardConfig, Hardware, PagePool, Target,
+    TileElement, backward_with_config, forward_with_config,
 };
 
 /// A forward pass.
@@ -21,14 +21,14 @@ macro_rules! variants {
                 $(variants!(@size $size, $value);)*
             }
             let name = concat!($(stringify!($size), " ", stringify!($value), " "),*);
-            (name, $run::<T, N, AmxVariant> as $kind)
+            (name, $run::<Hardware, N, AmxVariant> as $kind)
         }),*]
     };
     (@size $size:ident, $value:expr) => { const $size: usize = $value; };
 }
 
 /// All variants of the forward pass.
-pub fn forwards<T: TileUnit, N: TileElement>() -> Vec<(&'static str, ForwardFn<N>)> {
+pub fn forwards<N: TileElement>() -> Vec<(&'static str, ForwardFn<N>)> {
     variants!(
         AmxForwardConfig,
         forward_with_config as ForwardFn<N>,
@@ -36,31 +36,23 @@ pub fn forwards<T: TileUnit, N: TileElement>() -> Vec<(&'static str, ForwardFn<N
             {KEYS: 32},
             {KEYS: 64},
             {KEYS: 64, PACKED_KEYS: 256},
-            {KEYS: 64, PACKED_KEYS: 256, QUERY_ELEMENTS: 1 << 17},
-            {KEYS: 96, PACKED_KEYS: 960},
             {KEYS: 128},
             {KEYS: 256},
             {KEYS: 64, EXP_DEGREE: 3},
             {KEYS: 64, PACKED_KEYS: 512, QUERY_ELEMENTS: 1 << 17},
-            {KEYS: 128, PACKED_KEYS: 512, QUERY_ELEMENTS: 1 << 17},
-            {KEYS: 256, PACKED_KEYS: 512, QUERY_ELEMENTS: 1 << 17},
         ]
     )
 }
 
 /// All variants of the backward pass.
-pub fn backwards<T: TileUnit, N: TileElement>() -> Vec<(&'static str, BackwardFn<N>)> {
+pub fn backwards<N: TileElement>() -> Vec<(&'static str, BackwardFn<N>)> {
     variants!(
         AmxBackwardConfig,
         backward_with_config as BackwardFn<N>,
         [
             {KEYS: 64},
-            {KEYS: 64, QUERY_TILES: 4, QUERY_ELEMENTS: 1 << 15},
             {KEYS: 128},
             {KEYS: 128, QUERY_TILES: 4},
-            {KEYS: 64, QUERY_ELEMENTS: 1 << 17},
-            {KEYS: 128, QUERY_TILES: 4, QUERY_ELEMENTS: 1 << 17},
-            {KEYS: 192, QUERY_TILES: 4, QUERY_ELEMENTS: 1 << 17},
             {KEYS: 256, QUERY_TILES: 4, QUERY_ELEMENTS: 1 << 17},
         ]
     )

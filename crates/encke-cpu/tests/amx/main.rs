@@ -1,7 +1,7 @@
 //! The tile kernels on emulated tiles: packing, products, and the conformance suite.
 //!
 //! The tests reach the parts of the kernels through `encke_cpu::internals`. On a machine with tiles
-//! the suite runs on those as well.
+//! the suite runs on those in `conformance.rs`, with the kernel that users have.
 #![cfg(target_arch = "x86_64")]
 
 mod grid;
@@ -18,24 +18,24 @@ use encke_core::naive::NaiveKernel;
 use encke_core::plan::Pass;
 use encke_core::{DType, Data};
 use encke_cpu::internals::{
-    self, AmxBackwardConfig, AmxForwardConfig, Emulated, Hardware, Target, TileUnit,
-    backward_with_config, forward_with_config,
+    self, AmxBackwardConfig, AmxForwardConfig, Emulated, Target, backward_with_config,
+    forward_with_config,
 };
 use half::{bf16, f16};
 use kernel::{TestedElement, TileKernel, available, elements, f32_elements};
 
-fn conform<T: TileUnit, N: TestedElement>() {
+fn conform<N: TestedElement>() {
     KernelSuite::of_this_run()
-        .run(&TileKernel::<T, N>::new(), &[N::DTYPE])
+        .run(&TileKernel::<Emulated, N>::new(), &[N::DTYPE])
         .unwrap();
 }
 
 #[test]
 fn emulated_tiles_conform() {
     if available::<Emulated>() {
-        conform::<Emulated, bf16>();
-        conform::<Emulated, f16>();
-        conform::<Emulated, f32>();
+        conform::<bf16>();
+        conform::<f16>();
+        conform::<f32>();
     }
 }
 
@@ -50,15 +50,6 @@ fn scores_of_any_size_match_the_oracle() {
         check::<bf16>(1000..extent(1100, 1800));
         check::<f16>(1800..extent(1850, 2200));
         check::<f32>(2200..extent(2300, 3000));
-    }
-}
-
-#[test]
-fn hardware_tiles_conform() {
-    if available::<Hardware>() {
-        conform::<Hardware, bf16>();
-        conform::<Hardware, f16>();
-        conform::<Hardware, f32>();
     }
 }
 
