@@ -13,7 +13,9 @@ use encke_core::job::Job;
 use encke_core::kernel::{Gradients, Upstream};
 use encke_core::{Data, Element};
 
-use crate::dropout::{DropWeights, LEFT_OUT, MultiplyFactors, TileDropout, accumulate_marked_keys};
+use crate::dropout::{
+    DropWeights, LEFT_OUT, MarkDropped, MultiplyFactors, TileDropout, accumulate_marked_keys,
+};
 use crate::grid::{QueryBlock, QueryGrid, Tile};
 use crate::microkernel::{accumulate, multiply_rows, products};
 use crate::panel;
@@ -457,7 +459,7 @@ fn draw_factors<X: Vector>(
         x,
         dropout,
         weights,
-        dropped: x.zero(),
+        dropped: 0.0,
     });
     x.run(MultiplyFactors {
         x,
@@ -469,10 +471,11 @@ fn draw_factors<X: Vector>(
 /// Marks the weights of pairs with a factor of 0.
 #[cold]
 fn mark_dropped<X: Vector>(x: X, factors: &[X::V], weights: &mut [X::V]) {
-    let (zero, left_out) = (x.zero(), x.splat(X::A::from_f64(LEFT_OUT)));
-    for (weight, factor) in weights.iter_mut().zip(factors) {
-        *weight = x.select_less(zero, *factor, *weight, left_out);
-    }
+    x.run(MarkDropped {
+        x,
+        factors,
+        weights,
+    });
 }
 
 #[inline(always)]

@@ -9,6 +9,7 @@
 //! sums are not inlined: inside the loops of calls without dropout they cost a backward pass a
 //! tenth.
 
+use encke_core::Element;
 use encke_core::job::{Job, Piece};
 
 use crate::grid::Tile;
@@ -85,7 +86,8 @@ pub(crate) struct DropWeights<'a, X: Vector> {
     pub x: X,
     pub dropout: &'a TileDropout<X::A>,
     pub weights: &'a mut [X::V],
-    pub dropped: X::V,
+    /// The weight of dropped pairs.
+    pub dropped: f64,
 }
 
 impl<X: Vector> SimdTask for DropWeights<'_, X> {
@@ -98,6 +100,7 @@ impl<X: Vector> SimdTask for DropWeights<'_, X> {
             dropped,
         } = self;
         let gain = x.splat(dropout.gain);
+        let dropped = x.splat(X::A::from_f64(dropped));
         let (mut drawn, mut coins) = (None, [[[0; COUNTERS]; 4]; MAX_LANES / COUNTERS]);
         for (j, row) in weights.chunks_exact_mut(VECTORS).enumerate() {
             let token = dropout.token + j * dropout.key_step;
@@ -132,6 +135,24 @@ impl<X: Vector> SimdTask for MultiplyFactors<'_, X> {
         for (weight, factor) in self.weights.iter_mut().zip(self.factors) {
             let product = x.mul(*weight, *factor);
             *weight = x.select_less(zero, *factor, product, zero);
+        }
+    }
+}
+
+/// Marks the weights of pairs with a factor of 0.
+pub(crate) struct MarkDropped<'a, X: Vector> {
+    pub x: X,
+    pub factors: &'a [X::V],
+    pub weights: &'a mut [X::V],
+}
+
+impl<X: Vector> SimdTask for MarkDropped<'_, X> {
+    #[inline(always)]
+    fn run(self) {
+        let x = self.x;
+        let (zero, left_out) = (x.zero(), x.splat(X::A::from_f64(LEFT_OUT)));
+        for (weight, factor) in self.weights.iter_mut().zip(self.factors) {
+            *weight = x.select_less(zero, *factor, *weight, left_out);
         }
     }
 }

@@ -44,27 +44,33 @@ impl SeenRows {
             cuts.copy_from_slice(&[seen.start, seen.end]);
         }
         cuts.sort_unstable();
-        accumulate_by::<X, R>(x, keep, out, |at, sums| {
-            for cut in cuts.windows(2).filter(|cut| cut[0] < cut[1]) {
-                let rows = &rows[cut[0] * width..cut[1] * width];
-                let weights = &weights[cut[0] * VECTORS..cut[1] * VECTORS];
-                let vectors = self.vectors(cut[0]..cut[1]);
-                macro_rules! add {
-                    ($first:literal, $count:literal) => {
-                        add_columns::<X, R, $first, $count>(x, rows, width, at, weights, sums)
-                    };
+        accumulate_by::<X, R>(
+            x,
+            keep,
+            out,
+            #[inline(always)]
+            |at, sums| {
+                for cut in cuts.windows(2).filter(|cut| cut[0] < cut[1]) {
+                    let rows = &rows[cut[0] * width..cut[1] * width];
+                    let weights = &weights[cut[0] * VECTORS..cut[1] * VECTORS];
+                    let vectors = self.vectors(cut[0]..cut[1]);
+                    macro_rules! add {
+                        ($first:literal, $count:literal) => {
+                            add_columns::<X, R, $first, $count>(x, rows, width, at, weights, sums)
+                        };
+                    }
+                    match (vectors.start, vectors.len()) {
+                        (_, 0) => {}
+                        (0, 1) => add!(0, 1),
+                        (1, 1) => add!(1, 1),
+                        (_, 1) => add!(2, 1),
+                        (0, 2) => add!(0, 2),
+                        (_, 2) => add!(1, 2),
+                        _ => add!(0, 3),
+                    }
                 }
-                match (vectors.start, vectors.len()) {
-                    (_, 0) => {}
-                    (0, 1) => add!(0, 1),
-                    (1, 1) => add!(1, 1),
-                    (_, 1) => add!(2, 1),
-                    (0, 2) => add!(0, 2),
-                    (_, 2) => add!(1, 2),
-                    _ => add!(0, 3),
-                }
-            }
-        });
+            },
+        );
     }
 
     /// The lanes of the vectors that see one of some rows.

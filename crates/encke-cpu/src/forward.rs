@@ -340,7 +340,7 @@ impl<X: Vector> ForwardCall<'_, X> {
                 x,
                 dropout,
                 weights,
-                dropped: x.splat(X::A::from_f64(dropped)),
+                dropped,
             });
         }
     }

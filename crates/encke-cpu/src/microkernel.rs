@@ -110,9 +110,15 @@ pub(crate) fn accumulate<X: Vector, const R: usize>(
     keep: &[X::V; VECTORS],
     out: &mut [X::V],
 ) {
-    accumulate_by::<X, R>(x, keep, out, |first, sums| {
-        add_columns::<X, R, 0, VECTORS>(x, rows, width, first, weights, sums);
-    });
+    accumulate_by::<X, R>(
+        x,
+        keep,
+        out,
+        #[inline(always)]
+        |first, sums| {
+            add_columns::<X, R, 0, VECTORS>(x, rows, width, first, weights, sums);
+        },
+    );
 }
 
 /// out = keep · out + the sums that `add` makes of `R` columns from the given one on.

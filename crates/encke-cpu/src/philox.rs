@@ -19,11 +19,11 @@ pub(crate) fn philox<S: Simd>(s: S, mut words: Words, seed: [u32; 2]) -> Words {
     let [x0, x1, x2, x3] = words
         .each_mut()
         .map(|word| bytemuck::cast_slice_mut::<u32, S::u32s>(word));
-    let factors = [0xD251_1F53, 0xCD9E_8D57].map(|factor| s.splat_u32s(factor));
+    let factors = [s.splat_u32s(0xD251_1F53), s.splat_u32s(0xCD9E_8D57)];
     for (((x0, x1), x2), x3) in x0.iter_mut().zip(x1).zip(x2).zip(x3) {
         let mut seed = seed;
         for _ in 0..10 {
-            let keys = seed.map(|word| s.splat_u32s(word));
+            let keys = [s.splat_u32s(seed[0]), s.splat_u32s(seed[1])];
             let (low0, high0) = s.widening_mul_u32s(factors[0], *x0);
             let (low1, high1) = s.widening_mul_u32s(factors[1], *x2);
             *x0 = s.xor_u32s(s.xor_u32s(high1, *x1), keys[0]);

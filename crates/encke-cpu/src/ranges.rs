@@ -172,7 +172,7 @@ impl<A: Real> RangeMask<A> {
         keep: &[X::V; VECTORS],
         out: &mut [X::V],
     ) {
-        let [starts, ends] = [&self.starts, &self.ends].map(|lanes| Self::vectors(x, lanes));
+        let (starts, ends) = (Self::vectors(x, &self.starts), Self::vectors(x, &self.ends));
         for (c, out) in out.chunks_exact_mut(VECTORS).enumerate() {
             let mut sums = [x.zero(); VECTORS];
             let rows = rows.chunks_exact(width).zip(weights.chunks_exact(VECTORS));

@@ -132,9 +132,12 @@ impl Real for f32 {
     #[inline(always)]
     fn exp_portable(powers: [f32; PORTABLE_WIDTH]) -> [f32; PORTABLE_WIDTH] {
         let shift = |x: f32| f32::from_bits(x.to_bits() << 23);
-        vector::exp(PortableVector::<f32>::new(), powers, |shifted| {
-            shifted.map(shift)
-        })
+        vector::exp(
+            PortableVector::<f32>::new(),
+            powers,
+            #[inline(always)]
+            |shifted| shifted.map(shift),
+        )
     }
 
     #[inline(always)]

@@ -65,8 +65,11 @@ impl<A: Real> TileTransform<A> {
     #[inline(always)]
     fn leads<X: Vector<A = A>>(&self, x: X, j: usize) -> [X::V; VECTORS] {
         let before = x.splat(A::from_f64(j as f64) * self.key_step);
-        let leads = X::of(&self.leads[..VECTORS * X::WIDTH]);
-        std::array::from_fn(|n| x.sub(leads[n], before))
+        let mut leads = [before; VECTORS];
+        for (lead, first) in leads.iter_mut().zip(X::of(&self.leads)) {
+            *lead = x.sub(*first, before);
+        }
+        leads
     }
 }
 

@@ -74,7 +74,8 @@ pub(crate) unsafe fn eight(from: *const f32, from_step: usize, to: *mut f32, to_
             _mm256_unpacklo_ps(four[2], four[3]),
             _mm256_unpackhi_ps(four[2], four[3]),
         );
-        let [a, b, c, d] = [a, b, c, d].map(|x| _mm256_castps_pd(x));
+        let (a, b) = (_mm256_castps_pd(a), _mm256_castps_pd(b));
+        let (c, d) = (_mm256_castps_pd(c), _mm256_castps_pd(d));
         let columns = [
             _mm256_unpacklo_pd(a, c),
             _mm256_unpackhi_pd(a, c),
