@@ -14,8 +14,8 @@ use crate::real::Real;
 #[cfg(target_arch = "x86_64")]
 use crate::transpose;
 
-/// Code that is compiled once for each instruction set. Its `run` must be inlined, and so must every
-/// function and closure with vectors in it: the conformance tests look for calls that are left.
+/// Code that is compiled once for each instruction set. Its `run` must be inlined, and so must all
+/// functions and closures with vectors in it: the conformance tests look for calls that remain.
 pub(crate) trait SimdTask {
     fn run(self);
 }
