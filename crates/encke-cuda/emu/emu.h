@@ -11,6 +11,8 @@
 //
 // EMU_SEED in the environment selects another order of fibers and loads.
 #pragma once
+// Where it is set by default, jumps between stacks are taken for mistakes.
+#undef _FORTIFY_SOURCE
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -20,6 +22,7 @@
 #include <memory>
 #include <unordered_map>
 #include <vector>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #define EMULATED 1
@@ -73,6 +76,8 @@ struct Wait {
 struct Cta;
 struct Fiber {
   ucontext_t context;
+  bool begun = false;
+  jmp_buf here;
   std::unique_ptr<char[]> stack;
   Cta* cta;
   Dim3 thread;
@@ -117,7 +122,7 @@ struct Cta {
 };
 inline Cta* cta;
 inline Fiber* running;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline const std::function<void()>* body;
 inline u64 chance = 0x9e3779b97f4a7c15ull;
 static inline u32 draw() {
@@ -143,22 +148,31 @@ static inline bool ready(const Fiber& f) {
   if (!f.wait.counter) return true;
   return f.wait.parity ? (*f.wait.counter & 1) != f.wait.value : *f.wait.counter != f.wait.value;
 }
-static inline void enter(Fiber* f) {
+// Runs a fiber until it waits or is done. Contexts begin fibers and jumps resume them: a context
+// saves the mask of signals, which takes longer than what most fibers do between two waits.
+__attribute__((noinline)) static void resume(Fiber* f) {
   running = f;
   cta = f->cta;
   threadIdx = f->thread;
   blockIdx = cta->block;
+  if (_setjmp(scheduler)) return;
+  if (f->begun) _longjmp(f->here, 1);
+  f->begun = true;
+  setcontext(&f->context);
+}
+__attribute__((noinline)) static void suspend() {
+  if (!_setjmp(running->here)) _longjmp(scheduler, 1);
 }
 __attribute__((noinline)) static void wait(Wait w) {
   running->wait = w;
   if (ready(*running)) { running->wait.counter = nullptr; return; }
-  swapcontext(&running->context, &scheduler);
+  suspend();
   running->wait.counter = nullptr;
 }
 static inline void start() {
   (*body)();
   running->done = true;
-  swapcontext(&running->context, &scheduler);
+  suspend();
 }
 
 // Completes some loads, or all.
@@ -175,15 +189,19 @@ static inline bool complete_loads(Cta* c, bool all) {
 }
 static inline void run(std::vector<std::unique_ptr<Cta>>& ctas, int threads) {
   std::vector<std::unique_ptr<Fiber>> fibers; const size_t stack = 256 * 1024;
+  // Stacks of fibers that are done, whose pages the system need not clear again.
+  static std::vector<std::unique_ptr<char[]>> stacks;
   for (auto& c : ctas) for (int t = 0; t < threads; t++) {
       auto f = std::make_unique<Fiber>();
-      f->stack.reset(new char[stack]);
+      if (stacks.empty()) stacks.emplace_back(new char[stack]);
+      f->stack = std::move(stacks.back());
+      stacks.pop_back();
       f->cta = c.get();
       f->thread = {t, 0, 0};
       getcontext(&f->context);
       f->context.uc_stack.ss_sp = f->stack.get();
       f->context.uc_stack.ss_size = stack;
-      f->context.uc_link = &scheduler;
+      f->context.uc_link = nullptr;  // a fiber that is done is not resumed
       makecontext(&f->context, (void (*)())start, 0);
       fibers.push_back(std::move(f));
   }
@@ -192,7 +210,7 @@ static inline void run(std::vector<std::unique_ptr<Cta>>& ctas, int threads) {
     bool moved = false; size_t n = fibers.size(), first = draw() % n, step = draw() % 2 ? 1 : n - 1;
     for (size_t i = 0, k = first; i < n; i++, k = (k + step) % n) {
       Fiber* f = fibers[k].get(); if (!ready(*f)) continue;
-      enter(f); swapcontext(&scheduler, &f->context); moved = true; left -= f->done;
+      resume(f); moved = true; left -= f->done;
     }
     for (auto& c : ctas) moved |= complete_loads(c.get(), false);
     if (!moved) for (auto& c : ctas) moved |= complete_loads(c.get(), true);
@@ -205,6 +223,7 @@ static inline void run(std::vector<std::unique_ptr<Cta>>& ctas, int threads) {
       _Exit(9);
     }
   }
+  for (auto& f : fibers) stacks.push_back(std::move(f->stack));
   running = nullptr; cta = nullptr;
 }
 // Runs a grid, `resident` blocks at a time (0: all, for blocks that wait for one another).
@@ -487,8 +506,9 @@ template <int COUNT> static inline void registers_lower() {
 template <int N> static inline void pin(float (&)[N]) {}
 static inline void wgmma_fence() {}
 namespace emu {
-// Computes the `index`-th pending product of the warpgroup whose first thread is `first`.
-static inline void multiply(int first, size_t index) {
+// Computes the `index`-th pending product of the warpgroup whose first thread is `first`. Programs
+// spend half of their time here, so that its loops are worth vectors, which -O2 does not make.
+__attribute__((optimize("O3"))) static void multiply(int first, size_t index) {
   const Product& x = cta->products[first][index]; float a[64][16]; static float b[16][256];
   auto start = [](u64 m) { return (u32)(m & 0x3FFF) << 4; };
   auto slab = [](u64 m) { return (u32)((m >> 16) & 0x3FFF) << 4; };
