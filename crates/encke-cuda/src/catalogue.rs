@@ -1,5 +1,6 @@
 //! All programs of this crate, so that they can be compiled without a GPU.
 
+use std::cmp::Reverse;
 use std::collections::HashSet;
 
 use encke_core::DType;
@@ -46,23 +47,36 @@ pub fn programs() -> Vec<(Program, (i32, i32))> {
     all
 }
 
-/// The programs that bring something new to those before them: a macro of their kernel that had
-/// another value so far, or an architecture. Together they have every value and every text.
-pub fn covering(programs: Vec<(Program, (i32, i32))>) -> Vec<(Program, (i32, i32))> {
-    let mut seen = HashSet::new();
-    let mut brings_new = |(program, capability): &(Program, (i32, i32))| {
-        let mut parts = program.options();
-        parts.push(program.architecture(*capability));
+/// Few programs that together have every value of every macro of their kernels, every text and
+/// every architecture: again and again the one that brings most that is new.
+pub fn covering(mut programs: Vec<(Program, (i32, i32))>) -> Vec<(Program, (i32, i32))> {
+    let parts = |(program, capability): &(Program, (i32, i32))| -> Vec<_> {
         // Programs of one name may have several texts, each with macros of its own.
         let text = program.text().len();
-        let new = parts
+        let mut parts = program.options();
+        parts.push(program.architecture(*capability));
+        parts
             .into_iter()
-            .map(|part| seen.insert((program.name, text, part)));
-        new.fold(false, |any, new| any | new)
+            .map(|part| (program.name, text, part))
+            .collect()
     };
-    let mut programs = programs;
-    programs.retain(|program| brings_new(program));
-    programs
+    let mut all: Vec<_> = programs.iter().map(parts).collect();
+    let (mut seen, mut chosen) = (HashSet::new(), Vec::new());
+    loop {
+        let new = all.iter_mut().map(|parts| {
+            parts.retain(|part| !seen.contains(part));
+            parts.len()
+        });
+        // The first of those with as much.
+        let most = new.enumerate().max_by_key(|&(at, new)| (new, Reverse(at)));
+        match most {
+            Some((at, new)) if new > 0 => {
+                seen.extend(all.swap_remove(at));
+                chosen.push(programs.swap_remove(at));
+            }
+            _ => return chosen,
+        }
+    }
 }
 
 #[cfg(test)]
