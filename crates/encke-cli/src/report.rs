@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Args;
 use encke::Pattern;
-use encke_lab::number::count;
+use encke_lab::number::{count, repeats};
 use encke_lab::output::OutputFile;
 use encke_lab::report::{ReportSettings, document, measure};
 use encke_lab::terminal::{Paint, note};
@@ -70,6 +70,16 @@ pub struct Options {
     /// [default: 8, or the largest].
     #[arg(long, value_name = "P", value_parser = count, help_heading = HEADING)]
     show: Option<usize>,
+
+    /// How often each ring runs, and the kernel that predicts it; medians are shown.
+    #[arg(
+        long,
+        value_name = "TIMES",
+        value_parser = repeats,
+        default_value = "3",
+        help_heading = HEADING
+    )]
+    repeats: usize,
 
     /// Seed of the tensors.
     #[arg(long, value_name = "SEED", default_value = "2024", help_heading = HEADING)]
@@ -142,6 +152,9 @@ impl Options {
                  `encke profile --redundancy`"
             );
         }
+        if self.repeats == 0 {
+            bail!("--repeats 0 measures nothing; give 1 or more");
+        }
         let largest = self.ring.ranks().unwrap_or(RANKS);
         let rings = rings(largest);
         let shown = self.show.unwrap_or(SHOWN.min(largest));
@@ -159,6 +172,7 @@ impl Options {
             rings,
             shown,
             grad: self.grad,
+            repeats: self.repeats,
             seed: self.seed,
         })
     }

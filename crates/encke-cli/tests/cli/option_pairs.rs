@@ -107,7 +107,7 @@ fn two_options_of_simulate_go_together_or_a_sentence_names_both() {
         ("--json s.json", &["json"]),
         ("--trace t.json --record 2", &["trace"]),
         ("--node 2", &["node"]),
-        ("--against threads", &["against"]),
+        ("--against threads --repeats 1", &["against"]),
     ];
     // `simulate` has --grad where `plan` has --backward.
     let options = OPTIONS.map(|(option, words)| match words {

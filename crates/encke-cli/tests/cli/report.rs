@@ -8,7 +8,7 @@ use crate::chromium::start_or_skip;
 use crate::command::CommandFolder;
 
 /// Small enough to be quick, large enough that rows are sent.
-const SMALL: &str = "--tokens 1k --heads 4 --kv-heads 2 --dim 16";
+const SMALL: &str = "--tokens 1k --heads 4 --kv-heads 2 --dim 16 --repeats 1";
 
 /// The findings embedded in a page.
 fn findings(page: &Path) -> Value {
@@ -99,6 +99,7 @@ fn wrong_options_are_refused() {
         ("report", "OUT.html"),
         ("report page.html --tokens 0", "tokens is 0"),
         ("report page.html --ranks 257", "at most 256"),
+        ("report page.html --repeats 0", "--repeats 0"),
         ("report page.html --ranks 8 --show 3", "1, 2, 4, 8"),
         (
             "report page.html --sharding 0,100",
@@ -121,7 +122,7 @@ fn a_browser_shows_every_page_in_light_and_dark_wide_and_narrow() {
     let folder = CommandFolder::new();
     let pages = [
         // (name, options, charts that are seen at once)
-        ("mix", String::new(), 5),
+        ("mix", "--repeats 1".to_string(), 5),
         (
             "dense",
             format!("{SMALL} --causal --sharding zigzag --grad --show 32"),
@@ -137,7 +138,7 @@ fn a_browser_shows_every_page_in_light_and_dark_wide_and_narrow() {
         ),
         (
             "one",
-            "--tokens 40 --heads 1 --dim 8 --ranks 1".to_string(),
+            "--tokens 40 --heads 1 --dim 8 --ranks 1 --repeats 1".to_string(),
             5,
         ),
     ];

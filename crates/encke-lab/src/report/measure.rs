@@ -32,7 +32,12 @@ struct TimedCall {
 
 /// Runs every ring; returns the findings and the trace of the ring that is shown.
 pub fn measure(settings: &ReportSettings) -> Result<(ReportFindings, ChromeTrace)> {
-    let &ReportSettings { grad, seed, .. } = settings;
+    let &ReportSettings {
+        grad,
+        repeats,
+        seed,
+        ..
+    } = settings;
     let (shape, dtype) = (settings.shape, settings.dtype);
     for &ranks in &settings.rings {
         let attention = settings.builder.clone().ranks(ranks).build()?;
@@ -49,7 +54,7 @@ pub fn measure(settings: &ReportSettings) -> Result<(ReportFindings, ChromeTrace
         // The kernel's workspace never shrinks: after the first run it is what each pass needed.
         let first = run(&attention, &tensors, grad)?;
         let mut timed = Vec::new();
-        for _ in 0..prediction::RUNS {
+        for _ in 0..repeats {
             timed.push(run(&attention, &tensors, grad)?);
         }
         for (index, (name, held, _)) in first.reports().into_iter().enumerate() {
@@ -81,7 +86,7 @@ pub fn measure(settings: &ReportSettings) -> Result<(ReportFindings, ChromeTrace
         setup: setup(plan)?,
         passes: pass_findings,
         picture: Picture::new(plan),
-        predictions: prediction::predict(&requests)?,
+        predictions: prediction::predict(&requests, repeats)?,
         environment: environment::facts(&attention.kernel().instruction_set().to_string(), seed),
     };
     let backward = run.backward.as_ref().map(|backward| &backward.report.trace);

@@ -41,6 +41,8 @@ pub struct ReportSettings {
     pub shown: usize,
     /// Whether the backward pass runs too.
     pub grad: bool,
+    /// Timed runs of each ring, and readings of the kernel for their prediction: at least one.
+    pub repeats: usize,
     /// Seed of the tensors.
     pub seed: u64,
 }

@@ -12,15 +12,17 @@ use encke_ring::ThreadRing;
 use super::findings::{Prediction, Predictions};
 use crate::terminal::spinner;
 
-/// Timed runs of each ring, and measurements of the kernel.
-pub const RUNS: usize = 3;
 /// Rows of the largest job with which the kernel is measured.
 const ROWS: usize = 1024;
 
-/// Predicts requests, given with their pass and the measured time until the last rank was done.
+/// Predicts requests, given with their pass and the measured time until the last rank was done,
+/// from so many readings of the kernel.
 /// `None` if branches keep slots of their own until the end, because then time is also spent after
 /// the ring.
-pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predictions>> {
+pub fn predict(
+    measured: &[(&'static str, Request, f64)],
+    repeats: usize,
+) -> Result<Option<Predictions>> {
     let Some((_, first, _)) = measured.first() else {
         return Ok(None);
     };
@@ -39,7 +41,7 @@ pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predi
         },
     )?;
     let ring = ThreadRing::new(kernel, RING_DEADLINE);
-    for _ in 0..RUNS {
+    for _ in 0..repeats {
         profile.measure(&ring)?;
     }
     let machine = profile.machine(Statistic::Median)?;
@@ -54,5 +56,8 @@ pub fn predict(measured: &[(&'static str, Request, f64)]) -> Result<Option<Predi
         });
     }
     progress.finish_and_clear();
-    Ok(Some(Predictions { runs: RUNS, rings }))
+    Ok(Some(Predictions {
+        runs: repeats,
+        rings,
+    }))
 }
