@@ -5,7 +5,7 @@
 
 pub use crate::amx::backward::{AmxBackwardInputs, backward, backward_with_config};
 pub use crate::amx::config::{AmxBackwardConfig, AmxForwardConfig, Dim64Split1};
-pub use crate::amx::detect::{available, has_avx512};
+pub use crate::amx::detect::available;
 pub use crate::amx::element::{ScoreScale, TileElement, multiply_keys};
 pub use crate::amx::emulated::Emulated;
 pub use crate::amx::forward::{forward, forward_with_config};
