@@ -43,17 +43,19 @@ impl TableCache {
             true => vec![0],
             false => values,
         };
-        let mut tables = lock(&self.tables);
-        if let Some(table) = tables.get(&values) {
+        if let Some(table) = lock(&self.tables).get(&values) {
             return Ok(Arc::clone(table));
         }
+        // The lock is not held here: work that is enqueued may launch what another thread has
+        // delayed, which needs tables itself.
         device.refuse_first_use("uploading the heads of a shape")?;
         let table = Arc::new(DeviceAllocation::new(device, values.len() * 8)?);
         table.write(bytemuck::cast_slice(&values))?;
-        if tables.len() < TABLES {
+        if lock(&self.tables).len() < TABLES {
             // Calls on other streams read it without waiting for this one.
             device.complete_first_use()?;
-            tables.insert(values, Arc::clone(&table));
+            let mut tables = lock(&self.tables);
+            return Ok(Arc::clone(tables.entry(values).or_insert(table)));
         }
         Ok(table)
     }

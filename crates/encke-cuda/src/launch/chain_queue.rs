@@ -146,15 +146,32 @@ impl ChainQueue {
         out: &mut Buffer,
         lse: &mut Buffer,
     ) -> Result<bool> {
+        let memory = carry.acc.memory()?;
+        let Some(last) = self.take_last(memory, (cells, gain), out) else {
+            return Ok(false);
+        };
+        let carry = (!last.starts).then_some(carry);
+        let state = SoftmaxState::Finish { carry, out, lse };
+        let softmax = SoftmaxMemory::new(state, last.chain.dtype)?;
+        self.launch(&last.chain, &softmax)?;
+        Ok(true)
+    }
+
+    /// Removes the pending job on a grid that is the last of all cells of a carry.
+    fn take_last(
+        &self,
+        carry: &Arc<DeviceAllocation>,
+        (cells, gain): (usize, f64),
+        out: &Buffer,
+    ) -> Option<PendingChain> {
         let mut pending = self.pending();
-        let carry_memory = carry.acc.memory()?;
         let own = |one: &PendingChain| {
             let acc = one.carry.first().map(Weak::as_ptr);
-            acc == Some(Arc::as_ptr(carry_memory))
+            acc == Some(Arc::as_ptr(carry))
         };
         let mut all = pending.iter().enumerate().filter(|(_, one)| own(one));
         let (Some((index, last)), None) = (all.next(), all.next()) else {
-            return Ok(false);
+            return None;
         };
         let job = &last.chain.first().job;
         let in_job = job.batch * job.segments * job.queries * job.heads;
@@ -162,15 +179,7 @@ impl ChainQueue {
             && (in_job, job.gain) == (cells, gain)
             && out.dtype() == last.chain.dtype
             && out.elements() == cells * job.dim;
-        if !finishes {
-            return Ok(false);
-        }
-        let last = pending.remove(index);
-        let carry = (!last.starts).then_some(carry);
-        let state = SoftmaxState::Finish { carry, out, lse };
-        let softmax = SoftmaxMemory::new(state, last.chain.dtype)?;
-        self.launch(&last.chain, &softmax)?;
-        Ok(true)
+        finishes.then(|| pending.remove(index))
     }
 
     /// Joins a chain to a pending one or makes it pending; launches it if it ends or is full.

@@ -197,6 +197,17 @@ impl BackwardLaunch {
         job.batch * job.segments * job.heads * self.padded
     }
 
+    /// Blocks of queries by which the starts of successive tiles of keys are staggered. In a fixed
+    /// order, staggered tiles wrap around, so each waits for all others of its head, and all must
+    /// run at once. Tiles of programs with ranges are not staggered, whatever the job's mask is.
+    fn stagger(&self, job: &Job, fixed_order: bool, multiprocessors: usize) -> usize {
+        let same_start = job.mask.is_some() || self.mode.windowed || job.tiles.is_some();
+        match !same_start && (!fixed_order || 2 * self.key_tiles <= multiprocessors) {
+            true => self.padded / self.variant.queries / self.key_tiles,
+            false => 0,
+        }
+    }
+
     /// Words of `control`: the semaphores, the first block of each tile of keys, and an end; the
     /// end of each tile's blocks (with ranges of keys, or on a grid); with ranges of keys also the
     /// queries that see each key.
@@ -380,18 +391,6 @@ impl HopperBackwardCall<'_> {
         (first, first + 4 * self.launch.rows(self.job) as u64)
     }
 
-    /// Blocks of queries by which the starts of successive tiles of keys are staggered. In a fixed
-    /// order, staggered tiles wrap around, so each waits for all others of its head, and all must
-    /// run at once.
-    fn stagger(&self, fixed_order: bool) -> usize {
-        let (launch, all) = (self.launch, self.context.device.multiprocessors() as usize);
-        let same_start = self.job.mask.is_some() || self.job.tiles.is_some();
-        match !same_start && (!fixed_order || 2 * launch.key_tiles <= all) {
-            true => launch.padded / launch.variant.queries / launch.key_tiles,
-            false => 0,
-        }
-    }
-
     fn first_blocks(&self) -> u64 {
         self.control.pointer() + 4 * self.launch.semaphore_words(self.job) as u64
     }
@@ -490,7 +489,7 @@ impl HopperBackwardCall<'_> {
             tiles: launch.tiles as i32,
             first_blocks: self.first_blocks(),
             stores: stores as i32,
-            stagger: self.stagger(fixed_order) as i32,
+            stagger: launch.stagger(job, fixed_order, device.multiprocessors() as usize) as i32,
             key_rows,
             end_blocks,
             query_blocks: (launch.padded / launch.variant.queries) as i32,
@@ -543,8 +542,30 @@ impl HopperBackwardCall<'_> {
 
 #[cfg(test)]
 mod tests {
+    use encke_core::job::ScoreTransform;
+
     use super::super::key_heads::tests::job;
     use super::*;
+
+    #[test]
+    fn only_tiles_of_programs_without_ranges_are_staggered() {
+        let plain = Job {
+            mask: None,
+            queries: 1024,
+            keys: 512,
+            ..job(128)
+        };
+        let stagger = |job: &Job| {
+            let launch = plan_any_gpu(job, DType::Bf16).expect("a supported job");
+            launch.stagger(job, true, 132)
+        };
+        assert_eq!(stagger(&plain), 4);
+        let transform = Some(ScoreTransform {
+            softcap: Some(30.0),
+            slopes: None,
+        });
+        assert_eq!(stagger(&Job { transform, ..plain }), 0);
+    }
 
     #[test]
     fn jobs_are_tiled_by_keys_and_by_blocks_of_queries() {
