@@ -48,7 +48,7 @@ pub struct Options {
     show: bool,
 
     /// Seconds to measure; everything is measured at least once [default: 50].
-    #[arg(long, value_name = "S")]
+    #[arg(long, value_name = "S", conflicts_with = "show")]
     seconds: Option<f64>,
 
     /// Print the profile as JSON.
@@ -61,9 +61,9 @@ pub struct Options {
     check: bool,
 
     /// With --check, how often each alternative runs before the eight fastest run seven times more;
-    /// medians are compared.
-    #[arg(long, value_name = "TIMES", value_parser = repeats, default_value = "2")]
-    repeats: usize,
+    /// medians are compared [default: 2].
+    #[arg(long, value_name = "TIMES", value_parser = repeats)]
+    repeats: Option<usize>,
 
     /// With --check, write every run as JSON.
     #[arg(long, value_name = "FILE")]
@@ -73,11 +73,14 @@ pub struct Options {
 /// Runs the command.
 pub fn run(options: &Options) -> Result<Verdict> {
     if options.check {
-        return check::run(options.repeats, options.record.as_deref());
+        return check::run(options.repeats.unwrap_or(2), options.record.as_deref());
     }
     // Not clap's `requires`, which an option that excludes --check switches off.
     if options.record.is_some() {
         bail!("--record writes what --check measures; add --check, or leave it out");
+    }
+    if options.repeats.is_some() {
+        bail!("--repeats says how often --check runs; add --check, or leave it out");
     }
     let here = MachineId::current();
     if options.show {

@@ -159,6 +159,8 @@ fn options_that_need_another_one_are_refused_without_it() {
         ("tune --record r.json", "--check"),
         ("tune --seconds 1 --record r.json", "--check"),
         ("tune --show --record r.json", "--check"),
+        ("tune --repeats 3", "--check"),
+        ("tune --show --repeats 3", "--check"),
         ("verify --redundancy 1", "--faults"),
         ("verify --bits --redundancy 1", "--faults"),
         ("attend in -o out --drill 1@1", "--redundancy"),

@@ -169,6 +169,43 @@ fn two_options_of_bench_go_together_or_a_sentence_names_both() {
     check_pairs(&call, &of_rings(&more, &except), 7);
 }
 
+/// `report` draws a query for every key, and begins with a ring of one.
+#[test]
+fn two_options_of_report_go_together_or_a_sentence_names_both() {
+    let call = CALL.replace("plan", "report page.html --repeats 1");
+    let except = ["--query-tokens", "--redundancy", "--json", "--schedule heads"];
+    let more = [
+        ("--sharding documents", &["contiguous"] as &[&str]),
+        ("--schedule 2", &["several distances"]),
+        ("--schedule two-level:2", &["two levels"]),
+        ("--trace t.json", &["trace"]),
+    ];
+    check_pairs(&call, &of_rings(&more, &except), 40);
+}
+
+/// Options that choose what `verify` does, and those of its ways.
+#[test]
+fn two_options_of_verify_or_tune_go_together_or_a_sentence_names_both() {
+    let folder = CommandFolder::new();
+    for options in ["--faults", "--bits", "--faults --redundancy 1"] {
+        folder.succeeds(&format!("verify --seed 3 --count 2 {options}"));
+    }
+    for (command, words) in [
+        ("verify --faults --bits", ["--faults", "--bits"]),
+        ("verify --bits --redundancy 1", ["--redundancy", "--faults"]),
+        ("verify --faults --device cuda", ["--faults", "--device"]),
+        ("verify --faults --wire ipc", ["--wire", "--device"]),
+        ("verify --bits --wire host", ["--wire", "--device"]),
+        ("verify --device cuda --wire ipc", ["--wire", "processes"]),
+        ("tune --show --check", ["--show", "--check"]),
+        ("tune --json --check", ["--json", "--check"]),
+        ("tune --seconds 1 --check", ["--seconds", "--check"]),
+        ("tune --seconds 1 --show", ["--seconds", "--show"]),
+    ] {
+        folder.refuses(command, &words);
+    }
+}
+
 #[test]
 fn a_prefix_that_shows_nothing_is_refused() {
     let folder = CommandFolder::new();
