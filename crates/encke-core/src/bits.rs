@@ -175,13 +175,17 @@ impl<'a> TileGrid<'a> {
     pub fn check(&self, sharding: &Sharding) -> Result<()> {
         let mut end = 0;
         for rank in 0..sharding.ranks() {
-            for run in sharding.runs(self.tokens, rank) {
+            for (piece, run) in sharding.runs(self.tokens, rank).into_iter().enumerate() {
                 if run.first != end || (run.stride != 1 && run.count > 1) {
                     return Err(Error::BitsSharding { rank });
                 }
                 end = run.first + run.count;
                 for lane in &self.lanes {
                     if let Some((start, before)) = self.divided(lane, run.first) {
+                        // Pieces of one shard, as in a zigzag of one rank.
+                        if piece > 0 {
+                            return Err(Error::BitsSharding { rank });
+                        }
                         let (tile, dilation) = (self.tile, lane.dilation);
                         let lower = start + before / tile * tile * dilation;
                         return Err(Error::BitsCut {
@@ -260,6 +264,8 @@ mod tests {
         );
         let zigzag = Sharding::new(2, Cut::Zigzag).unwrap();
         assert_eq!(grid.check(&zigzag), Err(Error::BitsSharding { rank: 0 }));
+        let alone = Sharding::new(1, Cut::Zigzag).unwrap();
+        assert_eq!(grid.check(&alone), Err(Error::BitsSharding { rank: 0 }));
     }
 
     #[test]
