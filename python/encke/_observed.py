@@ -31,6 +31,11 @@ _NO_FORWARD_MODE = (
     "encke.attention has no forward-mode derivative (jvp, jacfwd, dual tensors); use reverse mode "
     "(grad, vjp, jacrev), or torch.nn.functional.scaled_dot_product_attention"
 )
+# Modes that make a graph.
+_RECORDING_MODES = (
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FAKE,
+)
 # Classes that keep their elements in memory.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -69,6 +74,29 @@ def refuse_tangents(**given: Any) -> None:
     )
     if dual or _transforms() and _is_jvp():
         raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+def refuse_unseen(*, in_torch: bool) -> None:
+    """Refuses calls that are no operators, where a trace or a graph would keep their first results,
+    or a transform of torch.func lose their derivatives. ``in_torch``: a call of torch's operators
+    alone, which can be traced and mapped over, but has no derivatives."""
+    levels = torch._C._functorch.get_interpreter_stack() or () if _transforms() else ()
+    kinds = {level.key().name for level in levels} - {"Functionalize"}
+    if kinds & {"Grad", "Jvp"} or kinds and not in_torch:
+        raise NotImplementedError(
+            "this call has no rules for torch.func (grad, vjp, jvp, vmap): its derivatives would "
+            "be lost; call it outside, or differentiate encke.attention"
+        )
+    if in_torch:
+        return
+    recorded = _modes() and any(
+        torch._C._get_dispatch_mode(key) is not None for key in _RECORDING_MODES
+    )
+    if recorded or _traced() is not None:
+        raise NotImplementedError(
+            "this call is no operator of torch: torch.jit.trace, make_fx and torch.export would "
+            "keep its first result; call it outside of them"
+        )
 
 
 def in_gradients(*tensors: Any) -> bool:

@@ -39,9 +39,14 @@ def refuse_unusual(**given: Any) -> None:
             )
 
 
-def refuse_wrappers(**given: Any) -> None:
+def refuse_wrappers(*, in_torch: bool = False, **given: Any) -> None:
     """The same for calls that are no operators, so that classes with tensors inside have no rules
-    for them."""
+    for them, and nothing can see them. ``in_torch``: calls of torch's own operators alone."""
+    if any(not isinstance(x, numpy.ndarray) and _is_torch(x) for x in given.values()):
+        from encke._observed import refuse_tangents, refuse_unseen
+
+        refuse_unseen(in_torch=in_torch)
+        refuse_tangents(**given)
     refuse_unusual(**given)
     for name, x in given.items():
         if not isinstance(x, numpy.ndarray) and hasattr(x, "__tensor_flatten__"):

@@ -39,7 +39,7 @@ def attention_rows(q: Any, k: Any, lse: Any, rows: Sequence[int], **options: Any
     >>> torch.allclose(shares[0, 0, 1] @ v[0, :, 1], out[0, 0, 1], atol=1e-5)
     True
     """
-    _check(q, k, lse)
+    _check(q, k, lse, in_torch=True)
     given, found = _attention(options)
     batch, queries, heads, dim = q.shape
     tokens, kv_heads = k.shape[1:3]
@@ -78,7 +78,7 @@ def attention_columns(q: Any, k: Any, lse: Any, **options: Any) -> Any:
     >>> bool(np.allclose(sums.sum(-1), 16))
     True
     """
-    _check(q, k, lse)
+    _check(q, k, lse, in_torch=False)
     _, found = _attention(options)
     heads, kv_heads = q.shape[2], k.shape[2]
     _, sums = _library(q)
@@ -103,8 +103,8 @@ def attention_columns(q: Any, k: Any, lse: Any, **options: Any) -> Any:
     return dv[..., 0].swapaxes(1, 2)
 
 
-def _check(q: Any, k: Any, lse: Any) -> None:
-    refuse_wrappers(q=q, k=k, lse=lse)
+def _check(q: Any, k: Any, lse: Any, in_torch: bool) -> None:
+    refuse_wrappers(in_torch=in_torch, q=q, k=k, lse=lse)
     refuse_dimensions(4, "[batch, tokens, heads, dim]", q=q, k=k)
     refuse_dimensions(3, "[batch, tokens, heads]", lse=lse)
 

@@ -101,6 +101,12 @@ def _masks(mask: Any, lead: Any, heads: int, q: Any, k: Any) -> dict[str, Any]:
 
     if mask is None:
         return {}
+    if torch.jit.is_tracing():
+        raise MaskError(
+            "attn_mask is recognised once, while torch.jit.trace records the call, and would be "
+            "that of every later one; use encke.attention with its options",
+            (),
+        )
     if mask.dtype != torch.bool:
         shown = mask == 0
         if not bool((shown | (mask == -float("inf"))).all()):

@@ -122,6 +122,57 @@ def test_traces_follow_their_inputs(randn):
     assert torch.equal(exported.module()(*second), wanted)
 
 
+Q, K = torch.randn(2, *SHAPE, dtype=torch.float64)
+LSE = torch.zeros(SHAPE[:3], dtype=torch.float64)
+NO_OPERATORS = {
+    "attention_backward": lambda x: encke.attention_backward(x, K, K, K)[0],
+    "report": lambda x: encke.report(x, K, K)["out"],
+    "attention_columns": lambda x: encke.attention_columns(x, K, LSE),
+    "attention_rows": lambda x: encke.attention_rows(x, K, LSE, [0, 3]),
+}
+
+
+def summed(call):
+    return lambda x: call(x).sum()
+
+
+LOST = {
+    "grad": lambda call: torch.func.grad(summed(call))(Q),
+    "jvp": lambda call: torch.func.jvp(call, (Q,), (Q,)),
+}
+KEPT = {
+    "make_fx": lambda call: make_fx(call)(Q)(2 * Q),
+    "jit.trace": lambda call: torch.jit.trace(call, Q)(2 * Q),
+    "vmap": lambda call: torch.func.vmap(call)(torch.stack([Q, 2 * Q]))[1],
+}
+
+
+@pytest.mark.parametrize("call", NO_OPERATORS.values(), ids=NO_OPERATORS)
+@pytest.mark.parametrize("lost", LOST.values(), ids=LOST)
+def test_calls_that_are_no_operators_lose_no_derivative(call, lost):
+    with pytest.raises(NotImplementedError, match="no rules|no forward-mode"):
+        lost(call)
+
+
+@pytest.mark.parametrize("name", NO_OPERATORS)
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+def test_calls_that_are_no_operators_are_no_constants(name, kept):
+    call = NO_OPERATORS[name]
+    if name == "attention_rows":
+        torch.testing.assert_close(kept(call), call(2 * Q))
+        return
+    with pytest.raises(NotImplementedError, match="no operator|no rules"):
+        kept(call)
+
+
+def test_a_trace_keeps_no_mask():
+    def call(x, mask):
+        return encke.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    with pytest.raises(encke.MaskError, match="recognised once"):
+        torch.jit.trace(call, (Q, torch.ones(2, 2, dtype=torch.bool).tril()))
+
+
 def test_profilers_and_counters_see_the_call(randn):
     q, k, v = qkv(randn, requires_grad=True)
     with profile() as seen:

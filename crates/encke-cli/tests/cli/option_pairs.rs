@@ -173,7 +173,12 @@ fn two_options_of_bench_go_together_or_a_sentence_names_both() {
 #[test]
 fn two_options_of_report_go_together_or_a_sentence_names_both() {
     let call = CALL.replace("plan", "report page.html --repeats 1");
-    let except = ["--query-tokens", "--redundancy", "--json", "--schedule heads"];
+    let except = [
+        "--query-tokens",
+        "--redundancy",
+        "--json",
+        "--schedule heads",
+    ];
     let more = [
         ("--sharding documents", &["contiguous"] as &[&str]),
         ("--schedule 2", &["several distances"]),
