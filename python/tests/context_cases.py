@@ -298,8 +298,37 @@ def refusals():
             raise AssertionError("generate ran on shards")
 
 
+def mixers():
+    """Models whose tokens also meet outside of attention: a state space, and convolutions."""
+    import transformers
+
+    sizes = dict(vocab_size=64, hidden_size=16, num_hidden_layers=2)
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4))
+    config = transformers.Lfm2Config(
+        **sizes, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    config._attn_implementation = "encke_ring"
+    batch = dict(input_ids=torch.full((1, 22), 5))
+    try:
+        with encke.distributed.context_parallel(model=mamba):
+            mamba(**batch)
+    except ValueError as error:
+        assert "Mamba" in str(error) and "mixes tokens" in str(error), error
+    else:
+        raise AssertionError("a state space ran on shards")
+    model = transformers.Lfm2ForCausalLM(config)
+    with encke.distributed.context_parallel() as context:
+        try:
+            model(**context.shard(batch))
+        except ValueError as error:
+            assert "layer 0 (conv) mixes tokens" in str(error), error
+        else:
+            raise AssertionError("convolutions ran on shards")
+
+
 CASES = [losses_and_gradients, without_a_model, wrapped, fully_sharded, mixed_precision]
-CASES += [compiled, peak_memory, refusals]
+CASES += [compiled, peak_memory, refusals, mixers]
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))

@@ -8,6 +8,7 @@ sequence, its documents, travels with the mask, which checkpointing keeps.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Optional
 
 import torch
@@ -68,9 +69,11 @@ class ContextParallel:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def __enter__(self) -> ContextParallel:
+        of = getattr(self._model, "module", self._model)
+        if of is not None:
+            _refuse_mixers(of)
         _entered.append(self)
         if self._model is not None:
-            of = getattr(self._model, "module", self._model)
             if hasattr(of, "set_attn_implementation"):
                 import encke.transformers  # noqa: F401
 
@@ -161,6 +164,35 @@ class ContextParallel:
         return output
 
 
+# Names of modules that mix tokens by other means than attention: their parts.
+_MIXERS = re.compile(
+    "Mamba|Rwkv|RWKV|Recurrent|RGLRU|LSTM|Delta(Net|Rule)|LinearAttention|LightningAttention"
+    "|FourierTransform|Retention|Hyena|ShortConv"
+)
+_MIXES = (
+    "{} mixes tokens outside of attention, and a rank has only its own rows: context parallelism "
+    "is for models whose tokens meet in attention alone"
+)
+
+
+def _refuse_mixers(model: torch.nn.Module) -> None:
+    """Refuses models whose tokens meet outside of attention: a rank would see its own rows as
+    neighbours, and nobody would notice."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        convolves = isinstance(module, torch.nn.Conv1d) and max(module.kernel_size) > 1
+        if convolves or isinstance(module, torch.nn.RNNBase) or _MIXERS.search(kind):
+            raise ValueError(_MIXES.format(f"{name or 'the model'} ({kind})"))
+
+
+def _refuse_mixing_layers(config: Any) -> None:
+    """The same for what a model's configuration says of its layers."""
+    for of in ("layer_types", "layers_block_type"):
+        for index, kind in enumerate(getattr(config, of, None) or ()):
+            if re.search("linear|mamba|conv|recurrent|ssm|delta|lightning", str(kind)):
+                raise ValueError(_MIXES.format(f"layer {index} ({kind})"))
+
+
 def _documents(batch: dict[str, Any], entries: int, tokens: int) -> Tensor:
     """Numbers of documents, ``[1 or entries, tokens]``."""
     mask, bounds = batch.get("attention_mask"), batch.get("cu_seq_lens_q")
@@ -199,7 +231,9 @@ def _documents_of(context: ContextParallel) -> Tensor:
 def ring_mask(mask_function: Any = None, device: Any = "cpu", **traced: Any) -> Tensor:
     """The mask of a layer, with the documents of the whole sequence."""
     if not torch.compiler.is_compiling():
-        refuse_own_attention(traced.get("config"))
+        config = traced.get("config")
+        refuse_own_attention(config)
+        _refuse_mixing_layers(config)
     return describe_band(mask_function, _documents_of(current()), device, traced)
 
 
