@@ -23,7 +23,7 @@ True
 
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from encke._encke import RingError, __version__
 from encke import functional
@@ -41,6 +41,9 @@ from encke.sdpa import scaled_dot_product_attention
 if "torch" in sys.modules:
     # Registers the custom operators before anything that uses them is compiled.
     functional._import_torch()
+
+if TYPE_CHECKING:
+    from encke import compat, conformance, distributed, integrations, nn, transformers
 
 # Modules that need torch or another package; imported where they are first used.
 _LAZY = ("compat", "conformance", "distributed", "integrations", "nn", "transformers")

@@ -1,4 +1,4 @@
-"""Types for type checkers: the options of :func:`encke.attention` as keyword arguments."""
+"""Types for type checkers: options of functions as keyword arguments."""
 
 from __future__ import annotations
 
@@ -39,3 +39,34 @@ class AttentionOptions(TypedDict, total=False):
     deterministic: bool
     bits: str
     memory_per_rank: Optional[int]
+
+
+class RingOptions(TypedDict, total=False):
+    """The same of :func:`encke.distributed.ring_attention`."""
+
+    group: Any
+    sharding: str
+    sizes: Optional[Sequence[int]]
+    segment_lengths: Optional[Sequence[int]]
+    dilation_rates: Optional[Sequence[int]]
+    mode: str
+    group_scale: Optional[str]
+    offsets: Optional[str]
+    mixing_gradient: Optional[str]
+    padding: Optional[str]
+    causal: bool
+    window: Optional[tuple[Optional[int], Optional[int]]]
+    prefix: int
+    documents: Any
+    cu_seqlens: Any
+    query_offset: Optional[int]
+    query_tokens: Optional[int]
+    scale: Optional[float]
+    softcap: Optional[float]
+    alibi_slopes: Any
+    sinks: Any
+    dropout: float
+    seed: Any
+    precision: Any
+    checkpoint: str
+    bits: str

@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Literal, Optional, overload
 
 import torch
 import torch.distributed as dist
@@ -79,9 +79,33 @@ __all__ = [
     "unshard",
 ]
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from encke._typing import RingOptions
+    from encke.integrations.context import ContextParallel
+
 Group = Optional[dist.ProcessGroup]
 
 
+@overload
+def ring_attention(
+    q_local: Tensor,
+    k_local: Tensor,
+    v_local: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[RingOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ring_attention(
+    q_local: Tensor,
+    k_local: Tensor,
+    v_local: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RingOptions],
+) -> Tensor: ...
 def ring_attention(
     q_local: Tensor,
     k_local: Tensor,
@@ -220,7 +244,7 @@ def context_parallel(
     sharding: str = "zigzag",
     model: Any = None,
     gradients: str = "mean",
-) -> Any:
+) -> ContextParallel:
     """Context parallelism for a model of transformers, as a context:
 
     .. code-block:: python

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 
@@ -18,7 +18,12 @@ from encke._unusual import refuse_dimensions, refuse_wrappers
 from encke.options import Options, find, from_keywords
 
 
-def attention_rows(q: Any, k: Any, lse: Any, rows: Sequence[int], **options: Any) -> Any:
+Tensor = TypeVar("Tensor")
+
+
+def attention_rows(
+    q: Tensor, k: Tensor, lse: Tensor, rows: Sequence[int], **options: Any
+) -> Tensor:
     """The attention probabilities of some queries, ``[batch, len(rows), heads, tokens]``: how much
     of each key's value is in the output of query ``rows[i]``.
 
@@ -67,7 +72,7 @@ def attention_rows(q: Any, k: Any, lse: Any, rows: Sequence[int], **options: Any
     return shares
 
 
-def attention_columns(q: Any, k: Any, lse: Any, **options: Any) -> Any:
+def attention_columns(q: Tensor, k: Tensor, lse: Tensor, **options: Any) -> Tensor:
     """The sums of the attention probabilities over all queries, ``[batch, heads, tokens]``: how
     much attention each key gets. Arguments are those of :func:`attention_rows`.
 

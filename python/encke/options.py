@@ -8,6 +8,7 @@ seed alone share their plans and buffers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional, Union
 
@@ -89,8 +90,20 @@ def find(options: tuple[Any, ...]) -> _encke.Attention:
 
 def _made(options: tuple[Any, ...]) -> _encke.Attention:
     given = Options(*options)
+    for name in ("segment_lengths", "dilation_rates"):
+        _refuse_lengths(name, getattr(given, name))
     refuse_swapped(given.segment_lengths, given.dilation_rates)
     return _encke.Attention(given._asdict())
+
+
+def _refuse_lengths(name: str, values: Any) -> None:
+    """Refuses what counts no tokens."""
+    for index, value in enumerate(values or ()):
+        whole = hasattr(value, "__index__") and not isinstance(value, bool)
+        if not whole or value < 1:
+            raise (ValueError if whole else TypeError)(
+                f"{name}[{index}] is {value!r}; it must be a whole number of tokens, at least 1"
+            )
 
 
 def refuse_swapped(lengths: Any, rates: Any) -> None:
@@ -119,6 +132,13 @@ _OF_A_CALL = ("sinks", "key_lengths", "return_lse")
 def refuse_wrong(given: dict[str, Any]) -> None:
     """Refuses options of a module when it is made, as its first call would."""
     fixed = {name: value for name, value in given.items() if name not in _OF_A_CALL}
+    for name, least in (("softcap", 0.0), ("scale", -math.inf)):
+        value = fixed.get(name)
+        if value is not None and not least < value < math.inf:
+            kind = "a positive, finite" if name == "softcap" else "a finite"
+            raise ValueError(f"{name} is {value}; it must be {kind} number")
+    if fixed.get("documents") is not None and fixed.get("cu_seqlens") is not None:
+        documents_of(fixed["documents"], fixed["cu_seqlens"])
     # What depends on the tensors of a call, or is drawn for it, is not checked here.
     for name in ("documents", "cu_seqlens", "query_offset"):
         fixed.pop(name, None)

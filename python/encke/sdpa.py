@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from encke._unusual import refuse_unusual
 from encke.functional import attention
 from encke.recognition import MaskError, pattern_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def scaled_dot_product_attention(
@@ -19,7 +22,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: Optional[float] = None,
     enable_gqa: bool = False,
-) -> Any:
+) -> Tensor:
     """:func:`torch.nn.functional.scaled_dot_product_attention`: ``query`` is ``[..., heads,
     queries, dim]``, ``key`` ``[..., heads, tokens, dim]``, ``value`` ``[..., heads, tokens,
     value_dim]``.

@@ -1,5 +1,6 @@
 """The package: what an import brings, its command, its types, modules that refuse at once."""
 
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import textwrap
 import pytest
 
 import encke
-from encke._typing import AttentionOptions
+from encke._typing import AttentionOptions, RingOptions
 
 
 def test_modules_are_there_without_an_import_of_their_own():
@@ -29,6 +30,10 @@ def test_importing_encke_does_not_import_torch():
 def test_the_types_name_every_option():
     options = set(inspect.signature(encke.attention).parameters) - {"q", "k", "v", "return_lse"}
     assert set(AttentionOptions.__annotations__) == options
+    pytest.importorskip("torch")
+    given = set(inspect.signature(encke.distributed.ring_attention).parameters)
+    tensors = {"q_local", "k_local", "v_local", "return_lse"}
+    assert set(RingOptions.__annotations__) == given - tensors
 
 
 def test_type_checkers_know_what_is_returned(tmp_path):
@@ -40,6 +45,12 @@ def test_type_checkers_know_what_is_returned(tmp_path):
         reveal_type(encke.attention(q, q, q, causal=True))
         reveal_type(encke.attention(q, q, q, return_lse=True))
         encke.attention(q, q, q, casual=True)
+        import torch
+        x = torch.zeros(1, 4, 2, 8)
+        reveal_type(encke.scaled_dot_product_attention(x, x, x))
+        reveal_type(encke.distributed.ring_attention(x, x, x, return_lse=True))
+        reveal_type(encke.attention_rows(x, x, x, [0]))
+        encke.distributed.ring_attention(x, x, x, casual=True)
     """
     path = tmp_path / "call.py"
     path.write_text(textwrap.dedent(code))
@@ -47,6 +58,11 @@ def test_type_checkers_know_what_is_returned(tmp_path):
     assert 'call.py:5: note: Revealed type is "numpy.ndarray' in text, text
     assert 'call.py:6: note: Revealed type is "tuple[numpy.ndarray' in text, text
     assert 'call.py:7: error: Unexpected keyword argument "casual"' in text, text
+    if importlib.util.find_spec("torch") is not None:
+        assert 'call.py:10: note: Revealed type is "torch._tensor.Tensor"' in text, text
+        assert 'call.py:11: note: Revealed type is "tuple[torch._tensor.Tensor' in text, text
+        assert 'call.py:12: note: Revealed type is "torch._tensor.Tensor"' in text, text
+        assert 'call.py:13: error: Unexpected keyword argument "casual"' in text, text
 
 
 @pytest.mark.parametrize(
@@ -55,6 +71,10 @@ def test_type_checkers_know_what_is_returned(tmp_path):
         (dict(segment_lengths=[4, 8], dilation_rates=[1]), "2 segment lengths but 1"),
         (dict(segment_lengths=[1, 2], dilation_rates=[64, 128]), "Are the two swapped"),
         (dict(segment_lengths=[4], dilation_rates=[1], mode="mixed"), 'mode="mixed" is unknown'),
+        (dict(segment_lengths=[4.5], dilation_rates=[1]), r"segment_lengths\[0\] is 4.5"),
+        (dict(segment_lengths=[4], dilation_rates=[-1]), r"dilation_rates\[0\] is -1"),
+        (dict(softcap=-1.0), "softcap is -1.0"),
+        (dict(documents=[4], cu_seqlens=[0, 4]), "two forms of one thing"),
         (dict(window=(-1, 0)), "a side must be 0 or more"),
         (dict(prefix=4), "only with a window"),
         (dict(cuasal=True), "unknown option 'cuasal'"),
@@ -70,6 +90,18 @@ def test_modules_refuse_wrong_options_when_they_are_made(options, words):
     ):
         with pytest.raises((ValueError, TypeError), match=words.replace("(", r"\(")):
             module(**options)
+
+
+def test_a_module_without_heads_is_refused():
+    pytest.importorskip("torch")
+    with pytest.raises(ValueError, match="num_heads is 0"):
+        encke.nn.MultiheadDilatedAttention(32, 0)
+
+
+def test_modules_of_modules_are_lazy_too():
+    pytest.importorskip("transformers")
+    code = "import encke; encke.compat.torchscale; encke.integrations.transformers.register()"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_modules_take_what_a_call_takes():

@@ -114,6 +114,9 @@ class MultiheadDilatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            if heads < 1:
+                raise ValueError(f"{name} is {heads}; it must be at least 1")
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         if num_heads % num_kv_heads:
