@@ -110,6 +110,12 @@ def _masks(mask: Any, lead: Any, heads: int, q: Any, k: Any) -> dict[str, Any]:
             "that of every later one; use encke.attention with its options",
             (),
         )
+    if mask.requires_grad:
+        raise MaskError(
+            "attn_mask is learned, a bias of each pair's score, whose gradient would be lost; "
+            "torch's own function takes it",
+            (),
+        )
     if mask.dtype != torch.bool:
         shown = mask == 0
         if not bool((shown | (mask == -float("inf"))).all()):

@@ -275,3 +275,38 @@ def test_a_hole_without_a_window(randn):
     mask[1, 4] = 0
     call = lambda model: model(tokens(), attention_mask=mask).logits  # noqa: E731
     compare(eager, ours, call, mask.bool(), randn)
+
+
+VISION = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
+
+
+def test_a_learned_bias_of_each_pair_is_refused():
+    """Also one whose numbers are still 0, as they are before training: their gradient would be
+    lost."""
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=8, depths=[1], num_heads=[2], window_size=4
+    )
+    swin = transformers.SwinModel._from_config(config, attn_implementation="encke")
+    for name, parameter in swin.named_parameters():
+        if "relative_position_bias" in name:
+            torch.nn.init.zeros_(parameter)
+    with pytest.raises(UnsupportedMask, match="attention_mask is learned"):
+        swin(torch.ones(1, 3, 16, 16))
+    config = transformers.BeitConfig(
+        **VISION, image_size=16, patch_size=8, use_relative_position_bias=True
+    )
+    beit = transformers.BeitModel._from_config(config, attn_implementation="encke")
+    with pytest.raises(UnsupportedMask, match="use_relative_position_bias"):
+        beit(torch.ones(1, 3, 16, 16))
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(encke.MaskError, match="attn_mask is learned"):
+        learned = torch.zeros(4, 4, requires_grad=True)
+        encke.scaled_dot_product_attention(q, q, q, attn_mask=learned)
+
+
+def test_padding_that_another_attention_reads_is_refused():
+    config = transformers.Siglip2VisionConfig(**VISION, num_patches=4, patch_size=2)
+    model = transformers.Siglip2VisionModel._from_config(config, attn_implementation="encke")
+    images = dict(pixel_values=torch.ones(1, 4, 12), spatial_shapes=torch.tensor([[2, 2]]))
+    with pytest.raises(UnsupportedMask, match="code of its own"):
+        model(**images, pixel_attention_mask=torch.tensor([[1, 1, 1, 0]]))

@@ -70,7 +70,7 @@ def attention_mask(
 ) -> Tensor:
     """The description of a mask, in the place of a tensor of queries times keys."""
     if not torch.compiler.is_compiling():
-        refuse_own_attention(others.get("config"))
+        refuse_own_attention(others.get("config"), attention_mask is not None)
     if mask_function is None:
         from transformers.masking_utils import causal_mask_function as mask_function
     return describe(
@@ -155,6 +155,12 @@ def _of_pairs(mask: Tensor, q: Tensor, k: Tensor) -> Visibility:
     if mask.dim() == 2:
         documents = mask.detach().cpu().numpy().astype(bool).astype(numpy.int64)
         return Visibility(False, documents=documents)
+    if mask.requires_grad:
+        # Also where all its numbers are still 0: their gradient would be lost.
+        raise UnsupportedMask(
+            "attention_mask is learned, a bias of each pair's score, which Encke does not compute; "
+            'use attn_implementation="sdpa" or "eager"'
+        )
     known = getattr(mask, "_encke_visibility", None)
     if known is None:
         shown = mask if mask.dtype == torch.bool else mask == 0

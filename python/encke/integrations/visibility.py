@@ -28,6 +28,10 @@ _HEADER = 6
 
 # Models that use the interface in some layers, and make or read masks of pairs in others.
 _OWN_MASKS = ("bigbird_pegasus", "doge", "git", "informer")
+# The same where there is padding: another attention of torch's gets the mask, too.
+_OWN_PADDING = ("siglip2", "siglip2_vision_model")
+# What configurations call a learned number for each pair, which models add to the mask.
+_BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")
 
 
 class Visibility(NamedTuple):
@@ -138,11 +142,19 @@ def _in_chunks(documents: Tensor, tokens: int) -> Tensor:
     return ((at - first) % tokens == 0).cumsum(-1)
 
 
-def refuse_own_attention(config: Any) -> None:
+def refuse_own_attention(config: Any, is_padded: bool = False) -> None:
     """Refuses models that compute attention by code of their own, to which a description means
     nothing."""
     module = type(config).__module__.replace(".configuration_", ".modeling_")
-    if getattr(config, "model_type", None) in _OWN_MASKS or _computes_its_own(module):
+    kind = getattr(config, "model_type", None)
+    for name in _BIASES:
+        if getattr(config, name, False):
+            raise UnsupportedMask(
+                f"{type(config).__name__} has {name}: a learned bias of each pair's score, which "
+                'Encke does not compute; use attn_implementation="eager" or "sdpa"'
+            )
+    own = kind in _OWN_MASKS or is_padded and kind in _OWN_PADDING
+    if own or _computes_its_own(module):
         raise UnsupportedMask(
             f"the model of {type(config).__name__} computes attention, or chooses its keys, by "
             "code of its own, outside of transformers' attention interface; use "
