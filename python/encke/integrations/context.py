@@ -177,7 +177,7 @@ _MIXES = (
 
 def _refuse_mixers(model: torch.nn.Module) -> None:
     """Refuses models whose tokens meet outside of attention: a rank would see its own rows as
-    neighbours, and nobody would notice."""
+    neighbours, and its results would be wrong without a word."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         convolves = isinstance(module, torch.nn.Conv1d) and max(module.kernel_size) > 1
