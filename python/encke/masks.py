@@ -165,6 +165,10 @@ def _integers(name: str, values: Any) -> list[int]:
 
 def _listed(name: str, values: Any) -> list[Any]:
     """A list, from a sequence, an array or a tensor."""
+    if hasattr(values, "filled") and hasattr(values, "mask"):
+        raise TypeError(
+            f"{name} is a masked array, whose mask Encke would ignore; give {name}.filled()"
+        )
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, Iterable) or isinstance(listed, str):
         raise TypeError(f"{name} is {values!r}; it must be a sequence of numbers")

@@ -222,3 +222,11 @@ def test_the_attentions_of_packings_do_not_accumulate(randn):
 
 def test_tokens_are_those_of_the_masks():
     assert sum(DOCUMENTS) == TOKENS
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "documents", "key_lengths"])
+def test_masked_lists_of_numbers_are_refused(name):
+    values = numpy.ma.masked_array([1, 2], mask=[False, True])
+    q = numpy.zeros((2, 3, 2, 4))
+    with pytest.raises(TypeError, match=f"{name} is a masked array"):
+        encke.attention(q, q, q, **{name: values})
