@@ -132,11 +132,11 @@ _OF_A_CALL = ("sinks", "key_lengths", "return_lse")
 def refuse_wrong(given: dict[str, Any]) -> None:
     """Refuses options of a module when it is made, as its first call would."""
     fixed = {name: value for name, value in given.items() if name not in _OF_A_CALL}
-    for name, least in (("softcap", 0.0), ("scale", -math.inf)):
-        value = fixed.get(name)
-        if value is not None and not least < value < math.inf:
-            kind = "a positive, finite" if name == "softcap" else "a finite"
-            raise ValueError(f"{name} is {value}; it must be {kind} number")
+    softcap, scale = fixed.get("softcap"), fixed.get("scale")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}; it must be a positive, finite number")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; it must be a finite number")
     if fixed.get("documents") is not None and fixed.get("cu_seqlens") is not None:
         documents_of(fixed["documents"], fixed["cu_seqlens"])
     # What depends on the tensors of a call, or is drawn for it, is not checked here.

@@ -73,7 +73,7 @@ class ContextParallel:
         if of is not None:
             _refuse_mixers(of)
         _entered.append(self)
-        if self._model is not None:
+        if of is not None:
             if hasattr(of, "set_attn_implementation"):
                 import encke.transformers  # noqa: F401
 
