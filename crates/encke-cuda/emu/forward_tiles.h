@@ -137,12 +137,15 @@ static void check_values(Sequence& s, const char* call) {
     Reference want;
     absorb(p, want, b, g, i, h);
     const i64 x = at(p.job.cells, b, g, i, h);
-    worst_lse = std::max(worst_lse, fabs(s.m[x] + log((double)s.l[x]) - want.m - log(want.l)));
+    auto most = [](double& worst, double off) {
+      worst = std::isfinite(off) ? std::max(worst, off) : 1e9;
+    };
+    most(worst_lse, fabs(s.m[x] + log((double)s.l[x]) - want.m - log(want.l)) / (1 + fabs(want.m)));
     for (int d = 0; d < c.dim; d++)
-      worst = std::max(worst, fabs(s.acc[x * c.dim + d] / s.l[x] - want.acc[d] / want.l));
+      most(worst, fabs(s.acc[x * c.dim + d] / s.l[x] - want.acc[d] / want.l));
   });
   printf("     %s: out %.1e lse %.1e\n", call, worst, worst_lse);
-  expect(worst < 1e-2 && worst_lse < 1e-4, call, "the values of the reference");
+  expect(worst < 1e-2 && worst_lse < 2e-6, call, "the values of the reference");
 }
 
 static void check_call(const char* call, const Case& c) {
@@ -183,8 +186,8 @@ static void check_call(const char* call, const Case& c) {
     Sequence other(c, 1);
     ring(other, cuts);
     if (LOAD_CARRY) expect(other.hash() == one.hash(), call, "a ring has the bits of one rank");
-    // In a window no query meets more than one other rank.
-    if (!LOAD_CARRY || ranks != 3 || c.left < n) continue;
+    // In a window no query meets more than one other rank, and of large scores one decides.
+    if (!LOAD_CARRY || ranks != 3 || c.left < n || c.size > 100) continue;
     ring(other, cuts, true);
     expect(other.hash() != one.hash(), call, "a ring in another order has other bits");
   }
@@ -220,17 +223,24 @@ static int check_rings() {
   const i64 far = 1 << 28;
   const int n = 4 * TILE_ROWS + 37 > 600 ? 2 * TILE_ROWS + 37 : 4 * TILE_ROWS + 37,
             d = HD % 16 == 0 && HD > 16 ? HD - 8 * (TILED % 2) : HD;
-  // Large scores: the maximum rises often, also inside a tile.
-  auto call = [&](const char* name, i64 left, i64 right) {
-    Case c{1, 1, n, n, 2, 1, d, 1, 3, 0, 1, 0, 1, scale * 2, 0.7, 2};
+  // The maximum rises often, also inside a tile.
+  auto call = [&](const char* name, i64 left, i64 right, double size = 2) {
+    Case c{1, 1, n, n, 2, 1, d, 1, 3, 0, 1, 0, 1, scale * 2, 0.7, size};
     c.left = left; c.right = right;
     check_call(name, c);
   };
+#ifdef T_F16
+  const double large = 300;
+#else
+  const double large = 1e6;
+#endif
 #if WINDOWED || !CAUSAL
   call("full", far, far);
+  call("full, large scores", far, far, large);
 #endif
 #if CAUSAL
   call("causal", far, 0);
+  call("causal, large scores", far, 0, large);
 #endif
 #if WINDOWED
   call("window", 200, 0);

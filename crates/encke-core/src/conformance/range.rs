@@ -81,7 +81,6 @@ impl RangeCase {
         let between = |random: &mut Random, low: f64, high: f64| {
             low + (high - low) * (random.unit() + 1.0) / 2.0
         };
-        let top = top.min(suite.largest_scores);
         let score = between(&mut random, (2.0 * least).max(-40.0), top);
         // Kernels may multiply q by the scale.
         let most_q = most.min(38.0 - scale.abs().log10());

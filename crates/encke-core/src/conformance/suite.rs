@@ -13,8 +13,6 @@ pub struct KernelSuite {
     pub repeatable: bool,
     /// Whether to test negative and zero scales.
     pub signs: bool,
-    /// The largest scores of cases of any size, as a decimal exponent; the smallest are 1e-40.
-    pub largest_scores: f64,
     /// Whether weights and gradients of scores are rounded to the type of the inputs, and so are 0
     /// below its least number (f16: 6e-8).
     pub narrow_weights: bool,
@@ -44,7 +42,6 @@ impl Default for KernelSuite {
             dims: &DIMS,
             repeatable: true,
             signs: false,
-            largest_scores: 30.0,
             narrow_weights: false,
             masks: true,
             transforms: true,

@@ -82,13 +82,15 @@ struct CarriedState {
     }
   }
   // `carried_max`: the rows' carried maxima, -inf if they saw no key yet.
-  DEV_MEMBER void init(float scale, int column, Softmax& softmax, float (&carried_max)[2]) const {
+  DEV_MEMBER void init(
+      float scale, float c, int column, Softmax& softmax, float (&carried_max)[2]) const {
     #pragma unroll
     for (int h = 0; h < 2; h++) {
       // l may be NaN
       softmax.m[h] = carried_max[h] = l[h] != 0.f ? (TILED ? m[h] : m[h] / scale) : neg_inf();
       softmax.l[h] = column == 0 ? l[h] : 0.f;
     }
+    softmax.set_reference(c);
   }
 };
 #endif
@@ -337,8 +339,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #elif SOFTCAP
     const float scale = tiles.softcap * 0.6931471805599453f, c = tiles.softcap;
 #else
-    float scale = fabsf((float)job.scale);
-    if (scale < 1e-37f) scale = 1e-37f;   // a masked score is -inf, and 0 x -inf would be NaN
+    const float scale =
+        fmaxf(fabsf((float)job.scale), TINY_SCALE);   // a masked score is -inf: no 0 x -inf
     const float c = scale * 1.4426950408889634f;
 #endif
     float acc[VD / 2]; u32 p[KEYS / 4]; Softmax softmax; Rows rows; Tile tile;
@@ -406,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               shared.softmax(tile_stage.stage, consumer * 64 + warp * 16 + lane / 4 + 8 * h),
               carried_state.m[h], carried_state.l[h]);
 #endif
-        carried_state.init(scale, column, softmax, carried_max);
+        carried_state.init(scale, c, column, softmax, carried_max);
 #endif
         wgmma_wait<0>();
         release(shared.k_empty(k.stage), lane);
@@ -426,9 +428,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
 #endif
         softmax.update<!LOAD_CARRY>(s, c);
-#if TILED
-        softmax.end_tile(at, column);
-#endif
         to_weights(s, p);
         if (softmax.rescale) scale_rows(acc, softmax.factor[0], softmax.factor[1]);
       }
@@ -452,6 +451,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         barrier_wait(shared.v_full(v.stage), v.parity);
         wgmma_fence(); issue_values(acc, p, shared.v(v.stage)); wgmma_commit();
         if (PINGPONG) named_arrive(1 + (consumer + 1) % CONSUMERS, 256);
+#if TILED
+        softmax.end_tile(block_at(tile, block + 1), column);
+#endif
         wgmma_wait<1>();
         release(shared.k_empty(k.stage), lane);
         k.advance();
@@ -470,9 +472,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
 #endif
         softmax.update<false>(s, c);
-#if TILED
-        softmax.end_tile(at, column);
-#endif
         wgmma_wait<0>();
         release(shared.v_empty(v.stage), lane);
         v.advance();
@@ -491,7 +490,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         nonfinite |= found.x | found.y | found.z;
       }
       barrier_wait(shared.v_full(v.stage), v.parity);
-      wgmma_fence(); issue_values(acc, p, shared.v(v.stage)); wgmma_commit(); wgmma_wait<0>();
+      wgmma_fence(); issue_values(acc, p, shared.v(v.stage)); wgmma_commit();
+#if TILED
+      softmax.end_tile(block_at(tile, begin_block(tile)), column);
+#endif
+      wgmma_wait<0>();
       release(shared.v_empty(v.stage), lane);
       v.advance();
       // Read again: the fields needed to store were not kept in registers.

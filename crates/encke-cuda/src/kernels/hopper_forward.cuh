@@ -296,7 +296,10 @@ DEV float exp2_polynomial(float x) {
 // no product here may be fused with a sum unless it says so.
 struct Softmax {
   float m[2], l[2], factor[2];
-  bool rescale;
+  // What is subtracted from scores in base 2: 0 for rows that saw no key, and for rows whose scores
+  // are large, whose maximum is subtracted before.
+  float reference[2];
+  u32 rescale, large;   // large: whether some row of the warp has large scores
   // Turns scores into weights. If `rescale`, the accumulator must be multiplied by `factor`.
   template <bool FIRST> DEV_MEMBER void update(float (&s)[KEYS / 2], float c) {
     float block_max[2];
@@ -308,31 +311,33 @@ struct Softmax {
         block_max[h] = fmaxf(block_max[h], fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
       if (TILED) block_max[h] = __fmul_rn(block_max[h], c * 0.6931471805599453f);
     }
-    const float unit = TILED ? 1.4426950408889634f : c;   // of `m`, in base 2
+    const float unit = unit_of_max(c);
+    u32 first = ~0u, second = ~0u;
     if (LAZY && !FIRST) {
       // Per row: a row's own quad decides, so that no row's bits depend on another row's scores.
-      u32 first = __ballot_sync(~0u, (block_max[0] - m[0]) * unit > 8.f || m[0] == neg_inf()),
-          second = __ballot_sync(~0u, (block_max[1] - m[1]) * unit > 8.f || m[1] == neg_inf());
-      rescale = (first | second) != 0;
-      if (rescale) {
+      first = __ballot_sync(~0u, (block_max[0] - m[0]) * unit > 8.f || m[0] == neg_inf());
+      second = __ballot_sync(~0u, (block_max[1] - m[1]) * unit > 8.f || m[1] == neg_inf());
+    }
+    rescale = FIRST ? 0 : first | second;
+    // One branch for both, which is not taken in most blocks.
+    if (FIRST || (rescale | large)) {
+      if (FIRST || rescale) {
         u32 quad = 15u << (threadIdx.x & 28);
         update_max<FIRST>(0, block_max[0], unit, first & quad);
         update_max<FIRST>(1, block_max[1], unit, second & quad);
+        set_reference(c);
       }
-    } else {
-      rescale = !FIRST;
-      update_max<FIRST>(0, block_max[0], unit, true);
-      update_max<FIRST>(1, block_max[1], unit, true);
+      if (large) subtract_max(s, c);
     }
     #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float reference = (m[h] == neg_inf() ? 0.f : m[h]) * unit, sum = 0.f;
+      float sum = 0;
       #pragma unroll
       for (int j = 0; j < KEYS / 8; j++)
         #pragma unroll
         for (int e = 0; e < 2; e++) {
           float& x = s[4 * j + 2 * h + e];
-          x = fmaf(x, c, -reference);
+          x = fmaf(x, c, -reference[h]);
 #if POLYNOMIAL
           x = (2 * j + e) % POLYNOMIAL == POLYNOMIAL - 1 ? exp2_polynomial(x) : exp2_fast(x);
 #else
@@ -341,6 +346,39 @@ struct Softmax {
           sum += x;
         }
       l[h] = FIRST ? sum : l[h] + sum;
+    }
+  }
+  // The factor of `m`, in base 2.
+  DEV_MEMBER static float unit_of_max(float c) { return TILED ? 1.4426950408889634f : c; }
+  DEV_MEMBER bool is_large_row(int h, float c) const {
+    return m[h] != neg_inf() && fabsf(m[h] * unit_of_max(c)) >= LARGE_SCORE;
+  }
+  // After every change of `m`.
+  DEV_MEMBER void set_reference(float c) {
+    bool any = false;
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const bool apart = m[h] == neg_inf() || is_large_row(h, c);
+      reference[h] = apart ? 0.f : m[h] * unit_of_max(c);
+      any |= apart && m[h] != neg_inf();
+    }
+    large = __any_sync(~0u, any);
+  }
+  // Subtracts the maximum of rows whose scores are large before they are multiplied: its rounding
+  // would be seen in their weights.
+  DEV_MEMBER void subtract_max(float (&s)[KEYS / 2], float c) const {
+    const float scale = c * 0.6931471805599453f, inverse = 1.f / scale;
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const bool apart = is_large_row(h, c);
+      #pragma unroll
+      for (int j = 0; j < KEYS / 8; j++)
+        #pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float& x = s[4 * j + 2 * h + e];
+          const float above = TILED ? (__fmul_rn(x, scale) - m[h]) * inverse : x - m[h];
+          x = apart ? above : x;
+        }
     }
   }
   template <bool FIRST>
@@ -355,7 +393,7 @@ struct Softmax {
     }
   }
 #if TILED
-  // Ends a tile of the grid after its first block of keys.
+  // Ends a tile of the grid after its first block of keys; called beside the products that follow.
   DEV_MEMBER void end_tile(int block, int column) {
     if (block % TILED != 0) return;
     #pragma unroll

@@ -14,10 +14,6 @@ const WIDE: &[usize] = &[32, 64, 96, 128, 192, 256];
 /// Head dimensions of cases with many keys: a few, with and without 16-byte rows.
 const LONG: &[usize] = &[20, 64, 128, 192];
 
-/// The largest scores that Hopper's forward kernel takes, as a decimal exponent: it subtracts a
-/// rounded maximum from products that are not rounded.
-const HOPPER_SCORES: f64 = 4.0;
-
 /// Shares of a suite that run concurrently.
 const SHARES: u64 = 8;
 
@@ -33,14 +29,12 @@ pub fn run(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKerne
     // Windows, documents, transformed scores and values of another width are computed by the
     // fastest family that can; dropout by mma.sync alone, and its suite tests it.
     let mixed = KernelSuite {
-        largest_scores: HOPPER_SCORES,
         dropout: false,
         // Hopper cuts tiles of keys where the job's rows say, not where documents begin.
         document_bits: false,
         ..usual
     };
     let even = KernelSuite {
-        largest_scores: HOPPER_SCORES,
         dims: ALIGNED,
         masks: false,
         dropout: false,
@@ -153,10 +147,7 @@ fn long_keys(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKer
         long_keys: true,
         ..KernelSuite::default()
     };
-    let mixed = KernelSuite {
-        largest_scores: HOPPER_SCORES,
-        ..suite
-    };
+    let mixed = KernelSuite { ..suite };
     let signed = KernelSuite {
         signs: true,
         masks: false,
