@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod agreement;
+mod apart;
 pub mod bits;
 pub mod conformance;
 mod congruence;

@@ -13,7 +13,7 @@ use encke_core::{Element, with_typed};
 use rayon::prelude::*;
 
 use crate::real::Real;
-use crate::shared::{SharedRows, disjoint};
+use crate::shared::SharedRows;
 
 /// Merges the cells of one carry into another.
 pub(crate) fn merge<A: Real>(block: &Block, from: &Carry<Data>, to: &mut Carry<Data>) {
@@ -98,8 +98,8 @@ fn for_each_row<T: Send>(block: &Block, elements: &mut [T], work: impl Fn(usize,
         ..
     } = block;
     let count = batch * segments * rows;
-    let disjoint_rows = disjoint(&block.to, [batch, segments, rows], width, false);
-    let chunk = match disjoint_rows {
+    let apart = block.to.is_apart([batch, segments, rows], width, false);
+    let chunk = match apart {
         true => (ELEMENTS / (heads * width).max(1)).max(1),
         false => count.max(1),
     };

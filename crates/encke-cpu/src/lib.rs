@@ -157,7 +157,7 @@ impl CpuKernel {
     fn writable_cells(&self, job: &Job) -> Result<()> {
         check_job(job)?;
         let cells = [job.batch, job.segments, job.queries];
-        writable("cells", shared::disjoint(&job.cells, cells, 1, false))
+        writable("cells", job.cells.is_apart(cells, 1, false))
     }
 
     fn forward_f64(&self, job: &Job, inputs: [Slice<'_>; 3], target: Target<'_, f64>) {
@@ -250,8 +250,8 @@ fn check_job(job: &Job) -> Result<()> {
 }
 
 /// Rejects a job in which several tasks would write the same elements.
-fn writable(what: &str, disjoint: bool) -> Result<()> {
-    match disjoint {
+fn writable(what: &str, apart: bool) -> Result<()> {
+    match apart {
         true => Ok(()),
         false => Err(unsupported(format!("rows of {what} that overlap"))),
     }
@@ -410,9 +410,9 @@ impl Kernel for CpuKernel {
         check_job(job)?;
         let queries = [job.batch, job.segments, job.queries];
         let dq = job.dq.as_ref().unwrap_or(&job.q);
-        writable("dq", shared::disjoint(dq, queries, job.dim, false))?;
+        writable("dq", dq.is_apart(queries, job.dim, false))?;
         let keys = [job.batch, job.segments, job.keys];
-        writable("dk and dv", shared::disjoint(&job.k, keys, job.dim, true))?;
+        writable("dk and dv", job.k.is_apart(keys, job.dim, true))?;
         #[cfg(target_arch = "x86_64")]
         if self.runs_on_tiles(job)
             && let Gradients {

@@ -6,12 +6,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::batches::{BatchSlot, BatchedSection};
 use super::builder::ProgramBuilder;
+use super::join_heads::join_heads;
 use super::layout::Resident;
 use super::packed::pack_documents;
 use super::position::{RingPair, RingPosition};
 use super::program::Task;
+use super::topology::Plan;
 use super::width::Width;
 use crate::job::{Job, Operand};
+use crate::pattern::Lane;
 use crate::rows::{Rows, Segments};
 
 /// Where the rows of one rank's queries are: in q, in cells, and in dq if that layout differs.
@@ -20,6 +23,37 @@ pub(super) struct QueryRows {
     pub q: Resident,
     pub cells: Resident,
     pub dq: Option<Resident>,
+}
+
+/// Jobs of a batch with their lanes, parcel after parcel.
+struct ParcelJobs<'a> {
+    plan: &'a Plan,
+    parcels: Vec<(usize, Vec<(&'a Lane, Job)>)>,
+}
+
+impl<'a> ParcelJobs<'a> {
+    fn new(plan: &'a Plan) -> ParcelJobs<'a> {
+        let parcels = Vec::new();
+        ParcelJobs { plan, parcels }
+    }
+
+    fn add(&mut self, of: &BatchedSection<'_>, job: Option<Job>) {
+        let lane = &self.plan.lanes[of.section.lane];
+        let job = job.map(|job| (lane, job));
+        match self.parcels.last_mut() {
+            Some((last, jobs)) if *last == of.parcel => jobs.extend(job),
+            _ => self.parcels.push((of.parcel, job.into_iter().collect())),
+        }
+    }
+
+    /// The jobs, each with its parcel; those of one parcel are joined by their heads.
+    fn joined(self) -> impl Iterator<Item = (usize, Job)> {
+        let of = |(parcel, jobs): (usize, Vec<(&Lane, Job)>)| {
+            let jobs = join_heads(jobs).into_iter();
+            jobs.map(move |job| (parcel, job))
+        };
+        self.parcels.into_iter().flat_map(of)
+    }
 }
 
 impl ProgramBuilder<'_> {
@@ -65,13 +99,14 @@ impl ProgramBuilder<'_> {
                     let family = [lane, q_run, k_run, usize::from(!in_prefix)];
                     match packed {
                         true => families.entry(family).or_default().extend(job),
-                        false => jobs.extend(job),
+                        false => jobs.extend(job.map(|job| (&plan.lanes[lane], job))),
                     }
                 }
             }
         }
-        jobs.extend(families.into_values().flat_map(pack_documents));
-        self.round(0).meanwhile.extend(jobs.into_iter().map(task));
+        let packed = families.into_values().flat_map(pack_documents);
+        let jobs = join_heads(jobs).into_iter().chain(packed);
+        self.round(0).meanwhile.extend(jobs.map(task));
     }
 
     /// Jobs of this rank's queries with rotating keys, each in the round of its batch; `task` may
@@ -84,18 +119,22 @@ impl ProgramBuilder<'_> {
     ) {
         let plan = self.plan;
         for batch in position.needed_batches() {
+            let mut jobs = ParcelJobs::new(plan);
             for of in plan.batch_sections(&batch.parcels, Width::Key) {
-                let parcel = &batch.parcels[of.parcel];
-                let pair = position.pair(parcel.distance, parcel.owner);
                 for q_rows in self.own_queries(&of) {
                     let k = plan.packed(of.location, of.section, Width::Key);
                     let keys = (&of.section.rows, k);
                     let segments = of.section.segments;
                     let job = self.resident_job(of.section.lane, segments, (&q_rows, at), keys);
-                    // A skipped job must not create its round.
-                    if let Some(task) = job.and_then(|job| task(batch.slot, pair, job)) {
-                        self.round(batch.slot.round).meanwhile.push(task);
-                    }
+                    jobs.add(&of, job);
+                }
+            }
+            for (parcel, job) in jobs.joined() {
+                let parcel = &batch.parcels[parcel];
+                let pair = position.pair(parcel.distance, parcel.owner);
+                // A skipped job must not create its round.
+                if let Some(task) = task(batch.slot, pair, job) {
+                    self.round(batch.slot.round).meanwhile.push(task);
                 }
             }
         }
@@ -111,14 +150,18 @@ impl ProgramBuilder<'_> {
         for batch in position.needed_batches() {
             let cells = plan.batch_sections(&batch.parcels, Width::Cell);
             let queries = plan.batch_sections(&batch.parcels, Width::Query);
+            let mut jobs = ParcelJobs::new(plan);
             for (of, cell) in queries.iter().zip(cells) {
                 for k_rows in self.own_keys(of) {
                     let q = plan.packed(of.location, of.section, Width::Query);
                     let cells = plan.packed(cell.location, of.section, Width::Cell);
-                    let job = self.own_keys_job(of, q, &k_rows, cells, None);
-                    let task = job.map(|job| task(batch.slot, job));
-                    self.round(batch.slot.round).meanwhile.extend(task);
+                    jobs.add(of, self.own_keys_job(of, q, &k_rows, cells, None));
                 }
+            }
+            let tasks = jobs.joined().map(|(_, job)| task(batch.slot, job));
+            let tasks: Vec<Task> = tasks.collect();
+            if !tasks.is_empty() {
+                self.round(batch.slot.round).meanwhile.extend(tasks);
             }
         }
     }

@@ -19,6 +19,7 @@ mod forward;
 mod fuse_softmax;
 mod head_shares;
 mod jobs;
+mod join_heads;
 mod layout;
 pub mod membership;
 pub mod nodes;
