@@ -45,7 +45,8 @@ fn on_a_grid() -> Vec<Program> {
         .filter(|program| has(program, "-DLOAD_CARRY=1"))
         .cloned();
     let wide = all.iter().filter(|program| has(program, "-DHD=128"));
-    let some = some.chain(wide.take(1).cloned()).collect();
+    let three = all.iter().filter(|program| has(program, "-DCONSUMERS=3"));
+    let some = some.chain(wide.take(1).chain(three).cloned()).collect();
     extent(some, all)
 }
 

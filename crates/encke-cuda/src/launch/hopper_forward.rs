@@ -9,7 +9,7 @@ use encke_core::job::{Job, JobTiles, Operand, TilePart};
 use super::chain::{Chain, KvChunk};
 use super::hopper_ranges::{self, RangeTiles};
 use super::hopper_tiles::{self, KeyVisibility, NarrowMask, TileParams};
-use super::hopper_tilings::{self, ForwardMode, MAX_CHUNKS, Tiling};
+use super::hopper_tilings::{self, ForwardMode, GridJob, MAX_CHUNKS, Tiling};
 use super::row_dims::RowDims;
 use super::{LaunchContext, grid};
 use crate::allocation::DeviceAllocation;
@@ -88,7 +88,9 @@ fn grid_programs() -> Vec<Program> {
     let mut all = Vec::new();
     for dim in [64, 128, 192, 256] {
         for (tile, dtype) in [(512, DType::Bf16), (128, DType::F16)] {
-            for tiling in hopper_tilings::grid_candidates(dim, tile, false) {
+            for tiling in hopper_tilings::grid_candidates(dim, tile, GridJob::CausalWhole) {
+                let usual = hopper_tilings::grid_candidates(dim, tile, GridJob::Other);
+                let usual = usual.into_iter().any(|of| of == tiling);
                 let kinds = [(false, false), (true, false), (true, true)];
                 for (causal, windowed) in kinds {
                     if windowed && !hopper_ranges::supports(tiling) {
@@ -96,6 +98,10 @@ fn grid_programs() -> Vec<Program> {
                     }
                     let ends = [(false, true), (true, true), (false, false), (true, false)];
                     for (load_carry, store_carry) in ends {
+                        let whole = causal && !windowed && !load_carry && !store_carry;
+                        if !usual && !whole {
+                            continue;
+                        }
                         let mode = ForwardMode {
                             dtype,
                             causal,
@@ -160,7 +166,7 @@ fn plan(
         return None;
     }
     if let Some(tiles) = job.tiles {
-        return plan_on_grid(device, job, tiles, whole);
+        return plan_on_grid(device, job, tiles, (carry, whole));
     }
     if JobFeatures::only_ranges(job) {
         let (tiling, ranges) = hopper_ranges::choose(job, carry)?;
@@ -197,9 +203,14 @@ fn of_ranges(job: &Job, tiling: &'static Tiling, ranges: RangeTiles) -> Option<F
     })
 }
 
-/// The tiling of a job on a grid, whose queries begin with a tile of it or are in one. `whole`: as
-/// in `Chain`.
-fn plan_on_grid(device: &Device, job: &Job, tiles: JobTiles, whole: bool) -> Option<ForwardLaunch> {
+/// The tiling of a job on a grid, whose queries begin with a tile of it or are in one; otherwise as
+/// `plan`.
+fn plan_on_grid(
+    device: &Device,
+    job: &Job,
+    tiles: JobTiles,
+    (carry, whole): (bool, bool),
+) -> Option<ForwardLaunch> {
     if JobFeatures::only_ranges(job) {
         let (tiling, ranges) = hopper_ranges::choose_on_grid(job, tiles)?;
         return of_ranges(job, tiling, ranges);
@@ -211,12 +222,18 @@ fn plan_on_grid(device: &Device, job: &Job, tiles: JobTiles, whole: bool) -> Opt
         KeyVisibility::TooLarge => return None,
     };
     let multiprocessors = device.multiprocessors() as usize;
-    let within = !causal && tiles.part != TilePart::All;
-    let tiling = hopper_tilings::choose_on_grid(job, tiles.tile, within, multiprocessors)?;
+    let of = match (causal, tiles.part) {
+        (true, _) if !carry => GridJob::CausalWhole,
+        (true, _) | (false, TilePart::All) => GridJob::Other,
+        (false, _) => GridJob::WithinTiles,
+    };
+    let tiling = hopper_tilings::choose_on_grid(job, tiles.tile, of, multiprocessors)?;
+    let params = TileParams::new(job, &[], tiling, Some(mask))?;
+    let even = !causal && (whole || tiles.part == TilePart::All);
     Some(ForwardLaunch {
         tiling,
         causal,
-        tiles: TileParams::new(job, &[], tiling, Some(mask))?,
+        tiles: if even { params.in_turn() } else { params },
         ranges: None,
     })
 }

@@ -4,7 +4,7 @@
 use encke_core::job::{Job, JobTiles};
 
 use super::grid_jobs;
-use super::hopper_tilings::{self, Tiling};
+use super::hopper_tilings::{self, GridJob, Tiling};
 use super::row_dims::RowDims;
 use crate::masked_job::{JobFeatures, PieceRows, pieces};
 
@@ -141,7 +141,7 @@ pub(crate) fn choose_on_grid(job: &Job, tiles: JobTiles) -> Option<(&'static Til
     let all = grid_jobs::pieces(job, tiles);
     let step = step(job, &all)?;
     let position_steps = position_steps(job, &all)?;
-    let tilings = hopper_tilings::grid_candidates(job.dim, tiles.tile, false);
+    let tilings = hopper_tilings::grid_candidates(job.dim, tiles.tile, GridJob::Other);
     choose_among(tilings, &all, (step, position_steps))
 }
 

@@ -175,6 +175,15 @@ impl TileParams {
         })
     }
 
+    /// The same for tiles of equal length, which need not come longest first: one sequence after
+    /// another, so that tiles that run together read the keys of few.
+    pub fn in_turn(self) -> TileParams {
+        TileParams {
+            sequences_in_l2: 1,
+            ..self
+        }
+    }
+
     /// The same with the list and the slopes at these addresses.
     pub fn at(self, list: u64, slopes: u64) -> TileParams {
         TileParams {

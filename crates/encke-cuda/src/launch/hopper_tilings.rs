@@ -321,32 +321,42 @@ pub(crate) fn candidates(
     all().filter(move |x| x.staged || !staged)
 }
 
+/// Which tilings suit a job on a grid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum GridJob {
+    /// It has a causal mask, and starts and finishes its softmax.
+    CausalWhole,
+    /// Its tiles of rows must end with the grid's.
+    WithinTiles,
+    Other,
+}
+
 /// The tilings for jobs on a grid of tiles of `tile` rows: their blocks of keys end with its tiles.
-/// For one head dimension they compute the same bits. They have at most two consumer warpgroups: a
-/// thread of three has no registers for the place in the grid. `within`: tiles of rows must end
-/// with the grid's, too.
+/// For one head dimension they compute the same bits. They have two consumer warpgroups, except
+/// for whole causal jobs: others need registers that a thread of three does not have.
 pub(crate) fn grid_candidates(
     dim: usize,
     tile: usize,
-    within: bool,
+    of: GridJob,
 ) -> impl Iterator<Item = &'static Tiling> {
     let dims = RowDims::same(dim);
     let supported = move |x: &&Tiling| x.causal && dims.fit(x.dims) && tile.is_multiple_of(x.keys);
     let size = |tiling: &Tiling| (tiling.dims.keys, tiling.dims.values);
     let smallest = TILINGS.iter().filter(supported).map(size).min();
     let all = TILINGS.iter().filter(supported);
-    let all = all.filter(move |x| Some(size(x)) == smallest && x.consumers <= 2);
-    all.filter(move |x| !within || tile.is_multiple_of(x.rows()))
+    let all = all.filter(move |x| Some(size(x)) == smallest);
+    let all = all.filter(move |x| x.consumers <= 2 || of == GridJob::CausalWhole);
+    all.filter(move |x| of != GridJob::WithinTiles || tile.is_multiple_of(x.rows()))
 }
 
 /// The one of these with the smallest makespan for a job.
 pub(crate) fn choose_on_grid(
     job: &Job,
     tile: usize,
-    within: bool,
+    of: GridJob,
     multiprocessors: usize,
 ) -> Option<&'static Tiling> {
-    grid_candidates(job.dim, tile, within).min_by(|x, y| {
+    grid_candidates(job.dim, tile, of).min_by(|x, y| {
         let makespan = |tiling: &Tiling| tiling.makespan(job, 0, true, multiprocessors);
         makespan(x).total_cmp(&makespan(y))
     })
@@ -445,10 +455,10 @@ mod tests {
     fn tilings_of_a_grid_have_the_same_blocks() {
         for dim in (8..=MAX_DIM).step_by(8) {
             for tile in [128, 256, 512] {
-                let all: Vec<_> = grid_candidates(dim, tile, false).collect();
+                let all: Vec<_> = grid_candidates(dim, tile, GridJob::CausalWhole).collect();
                 let alike = |x: &Tiling| (x.keys, x.q_registers, x.staged);
                 assert!(all.iter().all(|x| alike(x) == alike(all[0])), "{dim}");
-                let least = grid_candidates(dim, tile, true).count();
+                let least = grid_candidates(dim, tile, GridJob::WithinTiles).count();
                 assert!(least > 0, "{dim} {tile}");
             }
         }
