@@ -2,7 +2,7 @@
 //!
 //! Kernels write the rows of a job from several threads, so no two of them may share an element.
 //! The decision here: strides and heads alone decide, in time that does not depend on the number of
-//! rows. Some operands without overlap are not recognised, and then plans make no job of them.
+//! rows. Some operands without overlap are not recognised: plans do not join such jobs.
 
 use crate::job::{Job, Operand};
 
@@ -106,7 +106,46 @@ fn common_divisor(a: usize, b: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(20_000))]
+
+        #[test]
+        fn rows_that_are_apart_share_no_element(
+            strides in [0..40_usize, 0..40_usize, 0..12_usize],
+            counts in [1..4_usize, 1..4_usize, 1..5_usize],
+            heads in prop::collection::vec(0..30_usize, 1..5),
+            width in 1..4_usize,
+            grouped in any::<bool>(),
+        ) {
+            let of = operand(strides[0], strides[1], strides[2], &heads);
+            if !of.is_apart(counts, width, grouped) {
+                return Ok(());
+            }
+            let heads: Vec<usize> = match grouped {
+                true => heads.into_iter().collect::<BTreeSet<_>>().into_iter().collect(),
+                false => heads,
+            };
+            let mut elements = BTreeSet::new();
+            for b in 0..counts[0] {
+                for s in 0..counts[1] {
+                    for row in 0..counts[2] {
+                        for head in &heads {
+                            let at = b * strides[0] + s * strides[1] + row * strides[2] + head;
+                            for element in at..at + width {
+                                prop_assert!(elements.insert(element), "{of:?} meets at {element}");
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
 
     fn operand(batch: usize, segment: usize, row: usize, heads: &[usize]) -> Operand {
         Operand {

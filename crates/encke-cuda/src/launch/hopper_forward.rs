@@ -89,8 +89,8 @@ fn grid_programs() -> Vec<Program> {
     for dim in [64, 128, 192, 256] {
         for (tile, dtype) in [(512, DType::Bf16), (128, DType::F16)] {
             for tiling in hopper_tilings::grid_candidates(dim, tile, GridJob::CausalWhole) {
-                let usual = hopper_tilings::grid_candidates(dim, tile, GridJob::Other);
-                let usual = usual.into_iter().any(|of| of == tiling);
+                let mut usual = hopper_tilings::grid_candidates(dim, tile, GridJob::Other);
+                let usual = usual.any(|of| of == tiling);
                 let kinds = [(false, false), (true, false), (true, true)];
                 for (causal, windowed) in kinds {
                     if windowed && !hopper_ranges::supports(tiling) {

@@ -147,7 +147,7 @@ fn long_keys(tally: &mut GpuTally, open: impl Fn() -> encke_cuda::Result<CudaKer
         long_keys: true,
         ..KernelSuite::default()
     };
-    let mixed = KernelSuite { ..suite };
+    let mixed = suite;
     let signed = KernelSuite {
         signs: true,
         masks: false,
