@@ -15,7 +15,15 @@ import numpy
 
 from encke import _readable
 from encke._unusual import refuse_dimensions, refuse_unusual, refuse_wrappers
-from encke.masks import key_lengths_of, numbers, offset_of, prefix_of, rate_of, window_of
+from encke.masks import (
+    documents_of,
+    key_lengths_of,
+    numbers,
+    offset_of,
+    prefix_of,
+    rate_of,
+    window_of,
+)
 from encke.options import Options, as_tuple, find, from_keywords, with_masks
 from encke.padding import find_padded
 
@@ -276,6 +284,9 @@ def attention(
         padding,
         bits,
     )
+    if documents is not None or cu_seqlens is not None:
+        if q.shape[1] == k.shape[1] == 0 and not sum(documents_of(documents, cu_seqlens) or ()):
+            documents = cu_seqlens = None
     plain = (
         not dropout
         and sinks is None

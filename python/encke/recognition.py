@@ -25,6 +25,10 @@ class MaskError(ValueError):
         super().__init__(message)
         self.pair = pair
 
+    def __reduce__(self) -> Any:
+        # As arguments of another process's call: exceptions are made again from their message only.
+        return type(self), (str(self), self.pair)
+
 
 class _Pattern(NamedTuple):
     """Options of the mask, in the form of :func:`encke.attention`."""

@@ -54,17 +54,9 @@ def scaled_dot_product_attention(
         refuse_unusual(query=query, key=key, value=value)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal are both given; give one of them")
-    if q.dim() > 2 and q.shape[-3] != k.shape[-3] and not enable_gqa and k.shape[-3] != 1:
-        raise ValueError(
-            f"query has {q.shape[-3]} heads and key {k.shape[-3]}; give enable_gqa=True to share "
-            "the heads of keys"
-        )
-    heads = q.shape[-3] if q.dim() > 2 else 1
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v))) if q.dim() > 2 else ()
-    q, k, v = (_rows(x, lead) for x in (q, k, v))
-    if v.shape[2] != k.shape[2]:
-        k, v = (x.expand(-1, -1, max(k.shape[2], v.shape[2]), -1) for x in (k, v))
-    masks = _masks(attn_mask, lead, heads, q, k)
+    q, k, v = _with_heads(*(_rows(x, lead) for x in (q, k, v)), enable_gqa)
+    masks = _masks(attn_mask, lead, q.shape[2], q, k)
     options = dict(scale=scale, dropout=dropout_p, **masks)
     out = _causal(q, k, v, options) if is_causal else _free(q, k, v, options)
     out = out.transpose(1, 2)
@@ -77,6 +69,25 @@ def _rows(x: Any, lead: Any) -> Any:
         x = x[None]
     x = x.expand(*lead, *x.shape[-3:])
     return x.reshape(math.prod(lead), *x.shape[-3:]).transpose(1, 2)
+
+
+def _with_heads(q: Any, k: Any, v: Any, grouped: bool) -> tuple[Any, Any, Any]:
+    """With as many heads of values as of keys, and as many of queries or a multiple of them."""
+    of_query, of_key, of_value = (x.shape[2] for x in (q, k, v))
+    most = max(of_query, of_key, of_value)
+    if grouped:
+        fitting = all(count and of_query % count == 0 for count in (of_key, of_value))
+        advice = "with enable_gqa those of query must be a multiple of the others"
+    else:
+        fitting = all(count in (1, most) for count in (of_query, of_key, of_value))
+        advice = "give enable_gqa=True to share the heads of keys"
+    if not fitting:
+        raise ValueError(
+            f"the heads of query, key and value are {of_query}, {of_key} and {of_value}; {advice}"
+        )
+    if of_key != of_value:
+        k, v = (x.repeat_interleave(most // x.shape[2], 2) for x in (k, v))
+    return q.expand(-1, -1, max(of_query, k.shape[2]), -1), k, v
 
 
 def _causal(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
@@ -129,6 +140,8 @@ def _masks(mask: Any, lead: Any, heads: int, q: Any, k: Any) -> dict[str, Any]:
     if bool(mask.all()):
         return {}
     mask = mask.expand(*lead, heads, *pairs).reshape(math.prod(lead), heads, *pairs)
+    if not mask.numel():
+        return {}
     if not bool((mask == mask[:, :1]).all()):
         raise MaskError("attn_mask differs between heads; Encke's masks are equal for all", ())
     if pairs[0] > pairs[1]:

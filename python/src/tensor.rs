@@ -278,7 +278,10 @@ fn without_memory(name: &str, tensor: &Bound<'_, PyAny>, error: PyErr) -> PyErr 
         return error;
     }
     let of = |attribute| tensor.getattr(attribute).map(|found| found.to_string());
-    let layout = of("layout").unwrap_or_default();
+    let mut layout = of("layout").unwrap_or_default();
+    if of("is_nested").is_ok_and(|nested| nested == "True") {
+        layout += ", nested";
+    }
     let class = tensor.get_type();
     let class = class.name().map(|name| name.to_string());
     PyTypeError::new_err(format!(

@@ -113,6 +113,19 @@ def test_modules_take_what_a_call_takes():
     assert layer(q, q, q, is_causal=True).shape == q.shape
 
 
+def test_errors_come_out_of_other_processes_as_they_were():
+    """A pool of processes pickles what its workers raise."""
+    import pickle
+
+    errors = [getattr(encke, name) for name in dir(encke)]
+    errors = [x for x in errors if isinstance(x, type) and issubclass(x, Exception)]
+    assert encke.MaskError in errors and len(errors) > 1
+    for kind in errors:
+        error = kind("words", (1, 2)) if kind is encke.MaskError else kind("words")
+        found = pickle.loads(pickle.dumps(error))
+        assert (type(found), str(found), vars(found)) == (kind, "words", vars(error))
+
+
 def test_help_is_short_first():
     text = inspect.getdoc(encke.attention)
     assert text.index("In short") < 600 < text.index("segment_lengths, dilation_rates\n")

@@ -34,8 +34,32 @@ def test_shapes(randn, lead, queries, keys, is_causal):
 def test_grouped_heads_and_scale(randn):
     q, k, v = randn(2, 6, 9, 8), randn(2, 3, 9, 8), randn(2, 3, 9, 8)
     check(q, k, v, randn, enable_gqa=True, scale=0.3, is_causal=True)
-    with pytest.raises(ValueError, match="6 heads and key 3"):
+    with pytest.raises(ValueError, match="are 6, 3 and 3; give enable_gqa"):
         encke.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("heads", "enable_gqa"),
+    [
+        ((1, 3, 3), False),
+        ((3, 1, 1), False),
+        ((1, 1, 3), False),
+        ((4, 1, 4), False),
+        ((6, 3, 2), True),
+        ((4, 4, 2), True),
+    ],
+)
+def test_heads_that_torch_shares(randn, heads, enable_gqa):
+    q, k, v = (randn(2, of, tokens, 8) for of, tokens in zip(heads, (5, 9, 9)))
+    check(q, k, v, randn, enable_gqa=enable_gqa)
+
+
+@pytest.mark.parametrize("heads", [(3, 2, 2), (1, 2, 2), (4, 2, 3)])
+def test_heads_that_cannot_be_grouped_are_refused(randn, heads):
+    q, k, v = (randn(2, of, 5, 8) for of in heads)
+    words = f"are {heads[0]}, {heads[1]} and {heads[2]}; with enable_gqa"
+    with pytest.raises(ValueError, match=words):
+        encke.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
 def test_batches_are_broadcast(randn):

@@ -14,6 +14,7 @@ transformers = pytest.importorskip(
 )
 
 import encke.transformers  # noqa: E402
+from encke.integrations.visibility import UnsupportedMask  # noqa: E402
 from transformers_models import CAUSAL, OTHERS, causal_pair, gradients  # noqa: E402
 
 TOKENS = 13
@@ -207,7 +208,7 @@ def test_a_mask_of_pairs_that_is_a_pattern():
         ours(tokens(), **given).logits, expected(tokens(), **given).logits, **CLOSE
     )
     other = mask | ((query == 2) & (key == 5))
-    with pytest.raises(encke.MaskError, match="query 2 sees key 5"):
+    with pytest.raises(UnsupportedMask, match="query 2 sees key 5.* attn_implementation="):
         ours(tokens(), attention_mask=other.expand(3, 1, -1, -1))
 
 
@@ -243,6 +244,31 @@ def test_gradient_checkpointing():
     again = gradients(ours, ours(tokens(), **given).logits, counted, weights)
     for name, gradient in plain.items():
         torch.testing.assert_close(again[name], gradient, **CLOSE)
+
+
+def test_sequences_without_padding_in_one_graph():
+    """As DataCollatorWithFlattening gives them; the same graph for other lengths."""
+    _, ours = causal_pair("llama")
+    torch._dynamo.reset()
+    whole = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    weights = torch.ones(1, TOKENS, 61, dtype=torch.float64)
+    for lengths in ([TOKENS], [3, TOKENS - 3], [TOKENS - 5, 5], [2, 2, TOKENS - 4]):
+        bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+        given = dict(
+            input_ids=tokens()[:1], use_cache=False,
+            position_ids=torch.cat([torch.arange(of) for of in lengths])[None],
+            cu_seq_lens_q=bounds, cu_seq_lens_k=bounds,
+            max_length_q=max(lengths), max_length_k=max(lengths),
+        )
+        alone = tokens()[:1].split(lengths, 1)
+        expected = torch.cat([ours(document).logits for document in alone], 1)
+        found = whole(**given).logits
+        torch.testing.assert_close(found, expected, **CLOSE)
+        everything = torch.ones(1, TOKENS, dtype=torch.bool)
+        wanted = gradients(ours, expected, everything, weights)
+        wanted = {name: None if of is None else of.clone() for name, of in wanted.items()}
+        for name, gradient in gradients(ours, found, everything, weights).items():
+            torch.testing.assert_close(gradient, wanted[name], **CLOSE)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "left"), ("gemma3", "packed")])

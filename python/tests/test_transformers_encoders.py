@@ -164,6 +164,22 @@ def test_t5_whose_biases_torch_computes(randn, caplog):
     compare(eager, ours, lambda model: model(tokens(), **given).logits, everything, randn)
 
 
+def test_t5_in_one_graph(randn):
+    """Also with hidden tokens, of which a graph knows nothing but where they are written."""
+    config = transformers.T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, dropout_rate=0.0,
+        pad_token_id=0, decoder_start_token_id=0,
+    )
+    eager, ours = pair(config, transformers.T5ForConditionalGeneration)
+    torch._dynamo.reset()
+    whole = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    for side in ("left", "right"):
+        mask = padded(side)[0]["attention_mask"]
+        given = dict(attention_mask=mask, decoder_input_ids=tokens(count=7), use_cache=False)
+        expected, found = (model(tokens(), **given).logits for model in (eager, whole))
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
 def test_vit_makes_no_mask(randn):
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,

@@ -194,8 +194,20 @@ def test_gradients_that_cannot_be_read(make):
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 5, 5), (2, 0, 5), (2, 0, 0)])
 def test_empty_batches_and_sequences_of_torchs_function(batch, queries, keys):
     q, k = torch.zeros(batch, 4, queries, 3), torch.zeros(batch, 4, keys, 3)
-    for options in ({}, dict(is_causal=True)):
+    mask = torch.arange(queries * keys).view(queries, keys) % 3 == 0
+    for options in ({}, dict(is_causal=True), dict(attn_mask=mask)):
         assert encke.scaled_dot_product_attention(q, k, k, **options).shape == q.shape
+
+
+@pytest.mark.parametrize("call", [torch.zeros, lambda *shape: torch.zeros(shape).numpy()])
+def test_packed_batches_without_a_document(call):
+    q = call(1, 0, 4, 3)
+    for packed in (dict(documents=[]), dict(documents=[0, 0]), dict(cu_seqlens=[0, 0])):
+        assert encke.attention(q, q, q, causal=True, **packed).shape == q.shape
+    assert encke.varlen_attention(q[0], q[0], q[0], [0, 0]).shape == q[0].shape
+    rows = call(1, 4, 4, 3)
+    with pytest.raises(ValueError, match="the sum of the document lengths is 0"):
+        encke.attention(rows, rows, rows, documents=[])
 
 
 def test_transforms_of_torch_func_reach_every_mask():

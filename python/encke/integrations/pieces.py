@@ -56,6 +56,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, **options: Any) ->
     return _by_entry(q, k, v, rows, seen, options)
 
 
+def attend_sequences(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Visibility,
+    of_queries: Tensor,
+    of_keys: Tensor,
+    **scores: Any,
+) -> Tensor:
+    """Sequences of a batch without padding, by the bounds of their queries and keys; queries are
+    the last tokens of theirs."""
+    q_bounds, k_bounds = (torch.as_tensor(x).tolist() for x in (of_queries, of_keys))
+    flat = [x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v)]
+    if q_bounds == k_bounds and q_bounds[-1] == flat[0].shape[1] == flat[1].shape[1]:
+        lengths = numpy.diff(q_bounds)
+        numbers = numpy.repeat(numpy.arange(len(lengths)) + 1, lengths)
+        seen = seen._replace(offset=0, documents=numbers[None])
+        return attend(*flat, seen, **scores).reshape(*q.shape[:3], v.shape[3])
+    outs = []
+    for i in range(len(q_bounds) - 1):
+        mine, among = (slice(*bounds[i : i + 2]) for bounds in (q_bounds, k_bounds))
+        rows = (flat[0][:, mine], flat[1][:, among], flat[2][:, among])
+        offset = rows[1].shape[1] - rows[0].shape[1]
+        outs.append(attend(*rows, seen._replace(offset=offset, documents=None), **scores))
+    return torch.cat(outs, 1).reshape(*q.shape[:3], v.shape[3])
+
+
 def free_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Every query sees every key; there may be more queries than keys.
 

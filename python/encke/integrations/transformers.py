@@ -27,13 +27,15 @@ from torch import Tensor
 
 import encke
 from encke.integrations import compiled
-from encke.integrations.pieces import attend
+from encke.integrations.pieces import attend, attend_sequences
 from encke.integrations.visibility import (
     UnsupportedMask,
     Visibility,
+    as_description,
     describe,
     is_description,
     packed,
+    pairs,
     read,
     refuse_own_attention,
     refuse_unknown,
@@ -109,18 +111,24 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scores = dict(scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
-    if attention_mask is None:
-        seen = _without_mask(q, k, causal, sliding_window)
-    elif is_description(attention_mask):
-        if torch.compiler.is_compiling() and position_bias is None and cu_seq_lens_q is None:
-            return compiled.attention(q, k, v, attention_mask, position_ids, **scores), None
+    compiling = torch.compiler.is_compiling()
+    described = attention_mask is not None and is_description(attention_mask)
+    if described and not compiling:
         seen = read(attention_mask)
-    else:
+    elif attention_mask is None:
+        seen = _without_mask(q, k, causal, sliding_window)
+    elif not described:
         seen = _of_pairs(attention_mask, q, k)
-    if position_bias is not None:
-        return _with_bias(q, k, v, seen, position_bias, **scores), None
+    if position_bias is not None or compiling and (described or cu_seq_lens_q is not None):
+        # What a graph holds depends on the description as a tensor, and not on what it says.
+        shown = attention_mask if described else as_description(seen, k.shape[1], k.device)
+        if position_bias is not None:
+            seen_pairs = pairs(shown, q.shape[1], k.shape[1])
+            return _with_bias(q, k, v, seen_pairs, position_bias, **scores), None
+        places = (position_ids, cu_seq_lens_q, cu_seq_lens_k)
+        return compiled.attention(q, k, v, shown, *places, **scores), None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        return _varlen(q, k, v, seen, cu_seq_lens_q, cu_seq_lens_k, scores), None
+        return attend_sequences(q, k, v, seen, cu_seq_lens_q, cu_seq_lens_k, **scores), None
     if seen.documents is None and seen.causal and q.shape[1] == k.shape[1] and not seen.offset:
         seen = seen._replace(documents=packed(position_ids, q.shape[1]))
     return attend(q, k, v, seen, **scores), None
@@ -185,7 +193,12 @@ def _recognised(shown: Tensor, queries: int, keys: int) -> Visibility:
             f"attention_mask has shape {list(shown.shape)}; Encke takes masks [batch, 1, queries, "
             "keys] that are equal for all heads"
         )
-    found = encke.pattern_of(shown[:, :1])
+    try:
+        found = encke.pattern_of(shown[:, :1])
+    except encke.MaskError as error:
+        raise UnsupportedMask(
+            f'{error}; use attn_implementation="sdpa" or "eager" for this mask'
+        ) from error
     lengths = found.pop("key_lengths", None)
     documents = numpy.ones((batch, keys), dtype=numpy.int64)
     if "documents" in found:
@@ -203,32 +216,6 @@ def _recognised(shown: Tensor, queries: int, keys: int) -> Visibility:
     return Visibility(found.get("causal", False), left, right, offset, documents)
 
 
-def _varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Visibility,
-    of_queries: Tensor,
-    of_keys: Tensor,
-    scores: dict[str, Any],
-) -> Tensor:
-    """Sequences of a padding-free batch; queries are the last tokens of theirs."""
-    q_bounds, k_bounds = (torch.as_tensor(x).tolist() for x in (of_queries, of_keys))
-    flat = [x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v)]
-    if q_bounds == k_bounds and q_bounds[-1] == flat[0].shape[1] == flat[1].shape[1]:
-        lengths = numpy.diff(q_bounds)
-        numbers = numpy.repeat(numpy.arange(len(lengths)) + 1, lengths)
-        seen = seen._replace(offset=0, documents=numbers[None])
-        return attend(*flat, seen, **scores).reshape(*q.shape[:3], v.shape[3])
-    outs = []
-    for i in range(len(q_bounds) - 1):
-        mine, among = (slice(*bounds[i : i + 2]) for bounds in (q_bounds, k_bounds))
-        rows = (flat[0][:, mine], flat[1][:, among], flat[2][:, among])
-        offset = rows[1].shape[1] - rows[0].shape[1]
-        outs.append(attend(*rows, seen._replace(offset=offset, documents=None), **scores))
-    return torch.cat(outs, 1).reshape(*q.shape[:3], v.shape[3])
-
-
 _warned = False
 
 
@@ -236,7 +223,7 @@ def _with_bias(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Visibility,
+    shown: Tensor,
     bias: Tensor,
     scale: Optional[float],
     softcap: Optional[float],
@@ -245,7 +232,7 @@ def _with_bias(
 ) -> Tensor:
     """A learned number for each pair (T5), which the model has made already: by torch."""
     global _warned
-    if not _warned:
+    if not _warned and not torch.compiler.is_compiling():
         _warned = True
         from transformers.utils import logging
 
@@ -258,22 +245,6 @@ def _with_bias(
             "position_bias together with softcap or sinks is computed neither by Encke nor by "
             'torch; use attn_implementation="eager"'
         )
-    queries, keys = q.shape[1], k.shape[1]
-    at = torch.arange(queries, device=q.device)[:, None] + seen.offset
-    key = torch.arange(keys, device=q.device)
-    shown = torch.ones(q.shape[0], 1, queries, keys, dtype=torch.bool, device=q.device)
-    if seen.causal:
-        shown &= key <= at
-    if seen.left is not None:
-        shown &= at - key <= seen.left
-    if seen.right is not None:
-        shown &= key - at <= seen.right
-    if seen.documents is not None:
-        documents = torch.from_numpy(seen.documents[:, :keys]).to(q.device)
-        shown &= documents[:, None, None] > 0
-        if documents.max() > 1:
-            mine = documents[:, seen.offset : seen.offset + queries]
-            shown &= documents[:, None, None] == mine[:, None, :, None]
     bias = bias.masked_fill(~shown, torch.finfo(q.dtype).min)
     grouped = q.shape[2] != k.shape[2]
     out = torch.nn.functional.scaled_dot_product_attention(

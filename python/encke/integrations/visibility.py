@@ -27,7 +27,7 @@ _HEADER = 6
 
 
 # Models that use the interface in some layers, and make or read masks of pairs in others.
-_OWN_MASKS = ("bigbird_pegasus", "doge", "git", "informer")
+_OWN_MASKS = ("bigbird_pegasus", "doge", "git", "informer", "lightglue")
 # The same where there is padding: another attention of torch's gets the mask, too.
 _OWN_PADDING = ("siglip2", "siglip2_vision_model")
 # What configurations call a learned number for each pair, which models add to the mask.
@@ -133,6 +133,15 @@ def band(causal: bool, left: int, right: int, documents: Tensor, first: Any = 0)
     return torch.cat([header.expand(documents.shape[0], -1), documents], -1)[:, None, None]
 
 
+def as_description(seen: Visibility, keys: int, device: Any) -> Tensor:
+    """What :func:`read` reads as the same."""
+    sides = (-1 if side is None else side for side in (seen.left, seen.right))
+    documents = torch.ones(1, keys, dtype=torch.int64, device=device)
+    if seen.documents is not None:
+        documents = torch.from_numpy(seen.documents[:, :keys]).to(device)
+    return band(seen.causal, *sides, documents, seen.offset)
+
+
 def _in_chunks(documents: Tensor, tokens: int) -> Tensor:
     """Documents of so many tokens each, from the first one of every document on."""
     at = torch.arange(documents.shape[1], device=documents.device)
@@ -218,6 +227,22 @@ def read(description: Tensor) -> Visibility:
     found = Visibility(bool(header[1]), left, right, header[4], whole)
     description._encke_visibility = found  # type: ignore[attr-defined]
     return found
+
+
+def pairs(description: Tensor, queries: int, keys: int) -> Tensor:
+    """The pairs ``[batch, 1, queries, keys]`` that were described, by operations that a graph can
+    hold."""
+    causal, left, right, first = description[0, 0, 0, 1:5].unbind()
+    documents = description[:, 0, 0, _HEADER : _HEADER + keys]
+    torch._assert_async((documents >= 0).all(), "tokens see each other in both ways")
+    key = torch.arange(keys, device=description.device)
+    at = torch.arange(queries, device=description.device) + first
+    distance = at[:, None] - key
+    shown = (distance >= 0) | (causal == 0)
+    shown = shown & ((distance <= left) | (left < 0)) & ((-distance <= right) | (right < 0))
+    mine = documents[:, at.clamp(0, keys - 1)]
+    same = (documents[:, None] == mine[:, :, None]) | (documents.max() <= 1)
+    return (shown & same & (documents[:, None] > 0))[:, None]
 
 
 def packed(positions: Any, tokens: int) -> Optional[numpy.ndarray]:
