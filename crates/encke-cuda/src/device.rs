@@ -279,7 +279,7 @@ impl Device {
 
     /// Refuses what cannot be part of a CUDA graph, if the caller's stream is being captured.
     pub(crate) fn refuse_capture(&self, stream: sys::CUstream, what: &str) -> Result<()> {
-        match is_captured(stream)? {
+        match self.is_captured(stream)? {
             false => Ok(()),
             true => Err(Error::Unsupported {
                 what: format!("{what} while a CUDA graph is captured"),
@@ -306,8 +306,20 @@ impl Device {
     /// Whether memory is kept between calls: a graph must have its own, because it runs whenever
     /// its owner wants.
     fn keeps_memory(&self) -> bool {
-        let captured = || is_captured(self.compute().cu_stream());
+        let captured = || self.is_captured(self.compute().cu_stream());
         self.on_one_stream && captured().is_ok_and(|captured| !captured)
+    }
+
+    /// Whether a CUDA graph captures this stream, which must be valid.
+    fn is_captured(&self, stream: sys::CUstream) -> Result<bool> {
+        let failed = |error| Error::driver("asking whether a stream is captured", error);
+        // A thread's first question has no context; the default stream has no other.
+        self.context().bind_to_thread().map_err(failed)?;
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the caller's stream is valid; the status is written before it is read.
+        let asked = unsafe { sys::cuStreamIsCapturing(stream, &raw mut status) }.result();
+        asked.map_err(failed)?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
     /// How parcels go from rank to rank on this GPU.
@@ -493,15 +505,6 @@ impl Drop for Device {
             let _ = unsafe { result::free_sync(pointer) };
         }
     }
-}
-
-/// Whether a CUDA graph captures this stream, which must be valid.
-fn is_captured(stream: sys::CUstream) -> Result<bool> {
-    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: the caller's stream is valid; the status is written before it is read.
-    let asked = unsafe { sys::cuStreamIsCapturing(stream, &raw mut status) }.result();
-    asked.map_err(|error| Error::driver("asking whether a stream is captured", error))?;
-    Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 /// The attention enqueued last: the index of its stream, and the event of its completion.
