@@ -347,16 +347,9 @@ def test_padded_batches_and_compiled_masks(on_gpu):
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_threads_that_have_asked_cuda_nothing(on_gpu, pattern):
     """They have no context until somebody gives them one; torch's cached memory needs none."""
-    q, dout = (on_gpu(1, 131, 4, 16, dtype=torch.bfloat16) for _ in range(2))
+    q = on_gpu(1, 131, 4, 16, dtype=torch.bfloat16)
     kept = [torch.empty_like(q, dtype=of) for of in (q.dtype, torch.float32) for _ in range(12)]
     del kept
-
-    def both():
-        out = encke.attention(q, q, q, **pattern)
-        return out, encke.attention_backward(q, q, q, dout, **pattern)
-
     with concurrent.futures.ThreadPoolExecutor(1) as alone:
-        out, gradients = alone.submit(both).result()
-    again, others = both()
-    for x, y in zip((out, *gradients), (again, *others)):
-        assert torch.equal(x, y)
+        out = alone.submit(encke.attention, q, q, q, **pattern).result()
+    assert torch.equal(out, encke.attention(q, q, q, **pattern))
