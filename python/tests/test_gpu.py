@@ -346,7 +346,7 @@ def test_padded_batches_and_compiled_masks(on_gpu):
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_threads_that_have_asked_cuda_nothing(on_gpu, pattern):
-    """They have no context until somebody gives them one; torch's cached memory needs none."""
+    """They have no context until a call gives them one; torch's cached memory needs none."""
     q = on_gpu(1, 131, 4, 16, dtype=torch.bfloat16)
     kept = [torch.empty_like(q, dtype=of) for of in (q.dtype, torch.float32) for _ in range(12)]
     del kept
