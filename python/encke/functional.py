@@ -284,8 +284,9 @@ def attention(
         padding,
         bits,
     )
-    if documents is not None or cu_seqlens is not None:
-        if q.shape[1] == k.shape[1] == 0 and not sum(documents_of(documents, cu_seqlens) or ()):
+    packed = documents is not None or cu_seqlens is not None
+    if packed and _has_no_tokens(q) and _has_no_tokens(k):
+        if not sum(documents_of(documents, cu_seqlens) or ()):
             documents = cu_seqlens = None
     plain = (
         not dropout
@@ -315,6 +316,11 @@ def attention(
         )
         out, lse = _torch_module.attention_with(q, k, v, options, masks)
     return (out, lse) if return_lse else out
+
+
+def _has_no_tokens(x: Any) -> bool:
+    nested = getattr(x, "is_nested", False)  # which has no shape
+    return not nested and getattr(x, "ndim", 0) == 4 and x.shape[1] == 0
 
 
 def _batched(*tensors: Any) -> Any:

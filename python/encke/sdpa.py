@@ -86,8 +86,13 @@ def _with_heads(q: Any, k: Any, v: Any, grouped: bool) -> tuple[Any, Any, Any]:
             f"the heads of query, key and value are {of_query}, {of_key} and {of_value}; {advice}"
         )
     if of_key != of_value:
-        k, v = (x.repeat_interleave(most // x.shape[2], 2) for x in (k, v))
+        k, v = (_repeated(x, most // x.shape[2]) for x in (k, v))
     return q.expand(-1, -1, max(of_query, k.shape[2]), -1), k, v
+
+
+def _repeated(x: Any, times: int) -> Any:
+    """Each head so many times, without a copy where there is one head, or one time."""
+    return x.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3)
 
 
 def _causal(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:

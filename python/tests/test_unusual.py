@@ -57,6 +57,7 @@ CALLS = {
     "documents": lambda q, k, v: encke.attention(q, k, v, documents=[5, 7]),
     "key_lengths": lambda q, k, v: encke.attention(q, k, v, key_lengths=[5, 7]),
     "sinks": with_sinks,
+    "documents, unusual q": lambda q, k, v: encke.attention(v, k, q, documents=[5, 7]),
     "autocast": in_bfloat16,
     "scaled_dot_product_attention": heads_first,
     "layer": encke.nn.DilatedAttention(**PATTERN),

@@ -120,13 +120,13 @@ def attention_forward(
     elif not described:
         seen = _of_pairs(attention_mask, q, k)
     if position_bias is not None or compiling and (described or cu_seq_lens_q is not None):
-        # What a graph holds depends on the description as a tensor, and not on what it says.
-        shown = attention_mask if described else as_description(seen, k.shape[1], k.device)
+        # A graph reads descriptions when it runs: it is that of all masks of a shape.
+        description = attention_mask if described else as_description(seen, k.shape[1], k.device)
         if position_bias is not None:
-            seen_pairs = pairs(shown, q.shape[1], k.shape[1])
-            return _with_bias(q, k, v, seen_pairs, position_bias, **scores), None
+            shown = pairs(description, q.shape[1], k.shape[1])
+            return _with_bias(q, k, v, shown, position_bias, **scores), None
         places = (position_ids, cu_seq_lens_q, cu_seq_lens_k)
-        return compiled.attention(q, k, v, shown, *places, **scores), None
+        return compiled.attention(q, k, v, description, *places, **scores), None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         return attend_sequences(q, k, v, seen, cu_seq_lens_q, cu_seq_lens_k, **scores), None
     if seen.documents is None and seen.causal and q.shape[1] == k.shape[1] and not seen.offset:
