@@ -5,11 +5,12 @@
 //! removes the fill and finish tasks, and with them a sweep over the largest buffers of a rank.
 //!
 //! The decision here: fusing is a separate pass that applies only to simple programs. All jobs must
-//! be on contiguous runs of the same cells; where branches select different cells, or carries are
-//! reduced between ranks, the program stays as it was. A job that is the last one for some of its
-//! cells only (the first rank of a zigzag sharding) is split. A resumable program keeps its carry
-//! to the end, because a continuation finishes it, and is fused only at the start, and only if
-//! every cell starts in round 0: a rank that completed round 0 then has a complete carry.
+//! be on contiguous runs of the same cells; where carries are reduced between ranks, the program
+//! stays as it was. Where branches select different cells, and one of them all (that without
+//! dilation), its jobs become the last ones and finish every cell. A job that is the last one for
+//! some of its cells only (the first rank of a zigzag sharding) is split. A resumable program keeps
+//! its carry to the end, because a continuation finishes it, and is fused only at the start, and
+//! only if every cell starts in round 0: a rank that completed round 0 then has a complete carry.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -46,6 +47,9 @@ pub(super) fn fuse(mut program: RankPlan, resumable: bool) -> RankPlan {
         return program;
     };
     let Some(cells) = softmax.cell_runs() else {
+        if let Some(last) = softmax.covering_jobs().filter(|_| !resumable) {
+            softmax.end_with(last, &mut program);
+        }
         return program;
     };
     if resumable && !cells.all_begin_in(0) {
@@ -174,6 +178,53 @@ impl SoftmaxTasks {
         (distinct && complete && cells.cover(rows)).then_some(cells)
     }
 
+    /// Jobs that together have every cell once, if all jobs are in round 0.
+    fn covering_jobs(&self) -> Option<Range<usize>> {
+        let (mut first, mut runs, mut found) = (0, Vec::new(), None);
+        for (index, (round, job)) in self.jobs.iter().enumerate() {
+            if *round > 0 {
+                return None;
+            }
+            let own = dense_runs(job, self.cells).unwrap_or_default();
+            runs.extend(own.clone());
+            runs.sort_by_key(|run: &Range<usize>| run.start);
+            if own.is_empty() || runs.windows(2).any(|pair| pair[0].end > pair[1].start) {
+                // Jobs of another branch begin here, or after this one.
+                (first, runs) = (index + usize::from(own.is_empty()), own);
+            }
+            let rows: usize = runs.iter().map(|run| run.len()).sum();
+            if rows * job.batch * job.heads == self.cells && !runs.is_empty() {
+                found = Some(first..index + 1);
+            }
+        }
+        found
+    }
+
+    /// Moves jobs that have every cell to the end of round 0, where they finish the softmax.
+    fn end_with(&self, last: Range<usize>, program: &mut RankPlan) {
+        for round in &mut program.rounds {
+            let finishes = |task: &Task| matches!(task, Task::Finish { .. });
+            round.before.retain(|task| !finishes(task));
+        }
+        let jobs = &mut program.rounds[0].meanwhile;
+        let forward = |task: &Task| matches!(task, Task::Forward { .. });
+        let indices = (0..jobs.len()).filter(|&index| forward(&jobs[index]));
+        let moved: Vec<usize> = indices.skip(last.start).take(last.len()).collect();
+        let ends = moved.iter().filter_map(|&index| match &jobs[index] {
+            Task::Forward { job, q, k, v, .. } => {
+                Some(self.task((job.clone(), *q, *k, *v), false, true))
+            }
+            _ => None,
+        });
+        let ends: Vec<Task> = ends.collect();
+        let mut index = 0..;
+        jobs.retain(|_| !index.next().is_some_and(|index| moved.contains(&index)));
+        jobs.extend(ends);
+        while program.rounds.last().is_some_and(is_idle) && program.rounds.len() > 1 {
+            program.rounds.pop();
+        }
+    }
+
     /// Rewrites one round: removes fills (and finishes, if `ends`), and lets jobs begin (and end)
     /// cells.
     fn rewrite(&self, number: usize, round: &mut Round, cells: &CellRuns, ends: bool) {
@@ -234,6 +285,25 @@ impl SoftmaxTasks {
             },
         }
     }
+}
+
+/// The runs of rows whose cells a job has, all heads of each, in every batch entry; None if it has
+/// other cells. There are `cells` in all.
+fn dense_runs(job: &Job, cells: usize) -> Option<Vec<Range<usize>>> {
+    /// Of more segments no runs are listed.
+    const MOST: usize = 1 << 16;
+    let of = &job.cells;
+    let mut heads = of.heads.to_vec();
+    heads.sort_unstable();
+    let first = *heads.first()?;
+    let whole_rows = heads.len() == of.row
+        && heads.iter().enumerate().all(|(i, head)| head - first == i)
+        && (of.offset + first).is_multiple_of(of.row)
+        && (job.segments == 1 || of.segment.is_multiple_of(of.row))
+        && (job.batch == 1 || of.batch == cells / job.batch);
+    let start = |segment: usize| (of.offset + first + segment * of.segment) / of.row;
+    let runs = (0..job.segments).map(|segment| start(segment)..start(segment) + job.queries);
+    (whole_rows && job.segments <= MOST).then(|| runs.collect())
 }
 
 /// The run of rows of each job, in execution order, with its round.
@@ -299,7 +369,7 @@ impl CellRuns {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::pattern::Pattern;
+    use crate::pattern::{MixingGradient, Mode, OffsetRule, Pattern};
     use crate::plan::{Plan, Request};
     use crate::shape::Shape;
     use crate::sharding::{Cut, Sharding};
@@ -361,6 +431,35 @@ mod tests {
             kinds(&request(4, Cut::Contiguous, true), 0),
             [0, 0, 0, 0, 1]
         );
+    }
+
+    #[test]
+    fn a_branch_with_every_cell_finishes_those_of_all_branches() {
+        let mode = Mode::Mix {
+            offsets: OffsetRule::HeadMod,
+            gradient: MixingGradient::Exact,
+        };
+        let kinds_of = |lengths: &[usize], rates: &[usize], redundancy: usize| {
+            let pattern = Pattern::dilated(lengths, rates, mode).expect("a pattern");
+            let shape = Shape::new(2, 60, 4, 2, 4).expect("a shape");
+            let sharding = Sharding::contiguous(1 + redundancy).expect("ranks");
+            let request = Request {
+                redundancy,
+                ..Request::new(shape, pattern, sharding, DType::F32)
+            };
+            kinds(&request, 0)
+        };
+        // Segments of 16 tokens and a last one of 12; four phases of 15 tokens.
+        assert_eq!(kinds_of(&[16, 60], &[1, 4], 0), [3, 0, 1, 2, 0]);
+        assert_eq!(kinds_of(&[60, 16], &[4, 1], 0), [3, 0, 1, 2, 0]);
+        // Of two such branches it is the last one.
+        assert_eq!(kinds_of(&[16, 30, 60], &[1, 1, 4], 0), [3, 0, 3, 1, 0]);
+        // None has every cell.
+        let filled = kinds_of(&[16, 60], &[2, 4], 0);
+        assert_eq!((filled[0], filled[3]), (4, 0));
+        // A carry that a continuation needs stays.
+        let kept = kinds_of(&[16, 60], &[1, 4], 1);
+        assert_eq!(kept[3], 0);
     }
 
     #[test]

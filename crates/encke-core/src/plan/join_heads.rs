@@ -137,12 +137,13 @@ mod tests {
         let heads = |jobs: &[Job]| -> Vec<(usize, usize)> {
             jobs.iter().map(|job| (job.heads, job.queries)).collect()
         };
-        // The second branch has 4 phases of 16 rows, with 2 heads each.
+        // The second branch has 4 phases of 16 rows, with 2 heads each. The first one has every
+        // cell, and comes last.
         let even = jobs(64, 8, 1, &[[64, 1], [64, 4]]);
-        assert_eq!(heads(&even), [(8, 64), (8, 16)]);
+        assert_eq!(heads(&even), [(8, 16), (8, 64)]);
         // Of 66 tokens, two phases have one row more.
         let uneven = jobs(66, 8, 1, &[[66, 1], [66, 4]]);
-        assert_eq!(heads(&uneven), [(8, 66), (4, 17), (4, 16)]);
+        assert_eq!(heads(&uneven), [(4, 17), (4, 16), (8, 66)]);
         // On a ring, also with the keys of another rank.
         let ring = jobs(64, 8, 2, &[[64, 4]]);
         assert_eq!(heads(&ring), [(8, 8), (8, 8)]);
