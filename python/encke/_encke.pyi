@@ -29,6 +29,7 @@ class Attention:
     @property
     def precision(self) -> Optional[str]: ...
     def slots(self, heads: int) -> int: ...
+    def delta_slots(self, heads: int) -> int: ...
     def forward(
         self, q: Any, k: Any, v: Any, sinks: Optional[Sequence[float]] = None
     ) -> tuple[Any, Any, Any, Any]: ...
@@ -53,7 +54,11 @@ class Attention:
 
 def command(arguments: list[str]) -> int: ...
 def enqueue(
-    attention: Attention, inputs: Sequence[Optional[Any]], outputs: Sequence[Any], stream: int
+    attention: Attention,
+    inputs: Sequence[Optional[Any]],
+    outputs: Sequence[Any],
+    stream: int,
+    clears: bool = True,
 ) -> int: ...
 
 class Shard:
@@ -93,6 +98,15 @@ class Shard:
         self, shape: tuple[int, int, int, int, int], dtype_name: str, backward: bool
     ) -> tuple[int, int]: ...
 
+def add_terms(out: Any, lse: Any, terms: Any, stream: int) -> None: ...
+def start_deltas(deltas: tuple[Optional[Any], ...], out: Any, stream: int) -> None: ...
+def add_delta(
+    attention: Attention,
+    branch: int,
+    deltas: tuple[Optional[Any], ...],
+    own: Optional[tuple[Any, Any, Optional[Any]]],
+    stream: int,
+) -> None: ...
 def enqueue_shard(
     shard: Shard,
     tokens: int,

@@ -1,11 +1,12 @@
 """Passes on GPU tensors: torch allocates the results, and the extension enqueues the kernels.
 
-The decision here: sinks are applied to the results of a pass, with torch's own operations on the
-GPU, as the library applies them on the host; the backward kernels need only the new out and lse.
+The decision here: sinks are applied to the results of a pass, by a kernel of their own on the GPU,
+as the library applies them on the host; the backward kernels need only the new out and lse.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Optional
 
 import torch
@@ -135,11 +136,13 @@ def _backward(
     return *every, sink_gradient(sinks, out, lse, dout, dlse)
 
 
-def _attend(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of one call of the kernels."""
+def _attend(
+    found: Any, q: Tensor, k: Tensor, v: Tensor, clears: bool = True
+) -> tuple[Tensor, Tensor]:
+    """out and lse of one call of the kernels; rows that no head selects are 0 if it clears."""
     _cuda.prepare()
     out, lse = outputs(q, v, found.precision)
-    _enqueue(found, (q, k, v), (out, lse))
+    _enqueue(found, (q, k, v), (out, lse), clears)
     return out, lse
 
 
@@ -150,27 +153,19 @@ def _differentiate(found: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> l
     return every
 
 
-def _enqueue(found: Any, inputs: Any, results: Any) -> None:
+def _enqueue(found: Any, inputs: Any, results: Any, clears: bool = True) -> None:
     """Calls the kernels on the current stream of the tensors' GPU."""
     gpu = inputs[0].get_device()
-    stream = _current_stream(gpu)
+    stream = _cuda.current_stream(gpu)
     if _current_device() == gpu:
-        _encke.enqueue(found, inputs, results, stream)
+        _encke.enqueue(found, inputs, results, stream, clears)
         return
     with torch.cuda.device(gpu):
-        _encke.enqueue(found, inputs, results, stream)
+        _encke.enqueue(found, inputs, results, stream, clears)
 
 
 # A tensor is on a GPU, so torch has started CUDA: without the function that sees to it.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-
-def _public_current_stream(gpu: int) -> int:
-    return torch.cuda.current_stream(gpu).cuda_stream
-
-
-# As torch's own compiled code asks for it, without an object for the stream: a tenth of the time.
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _public_current_stream)
 
 
 class OneProcess:
@@ -180,14 +175,32 @@ class OneProcess:
         # What is around the calls of the kernels is not their part.
         self._found = find(tuple(options._replace(padding=None)))
         self._padded = find(tuple(options))
+        self._deltas_travel = (
+            options.bits != "planned" or options.queries != "sharded" or options.redundancy > 0
+        )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, clears: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """out and lse, without extra terms."""
-        return _attend(self._found, q, k, v)
+        return _attend(self._found, q, k, v, clears)
 
     def differentiate(self, *inputs: Any) -> list[Tensor]:
         """dq, dk and dv."""
         return _differentiate(self._found, *inputs)
+
+    def takes_deltas(self, q: Tensor, k: Tensor) -> bool:
+        """Whether one call can differentiate all branches, given the delta of each."""
+        return not self._deltas_travel and q.shape[1] == k.shape[1] and not self._found.precision
+
+    def new_deltas(self, lse: Tensor) -> Tensor:
+        """Uninitialised deltas of branches."""
+        return lse.new_empty((*lse.shape[:2], self._found.delta_slots(lse.shape[2])))
+
+    def add_delta(self, branch: int, deltas: tuple[Optional[Tensor], ...], own: Any) -> None:
+        """Computes the delta of a branch, from what it alone computes or what the others left."""
+        stream = _cuda.current_stream(deltas[2].get_device())
+        _encke.add_delta(self._found, branch, deltas, own, stream)
 
     def phantoms(self, q: Tensor, k: Tensor, v: Tensor) -> Optional[bytes]:
         """The logarithms of the phantom keys."""
@@ -195,6 +208,7 @@ class OneProcess:
         return self._padded.phantoms(sizes)
 
 
+@functools.lru_cache(maxsize=64)
 def _mixing(found: Any) -> GpuMixing:
     return GpuMixing(Options(**found.options), OneProcess)
 
@@ -202,7 +216,7 @@ def _mixing(found: Any) -> GpuMixing:
 def with_sinks(out: Tensor, lse: Tensor, sinks: Optional[Tensor]) -> tuple[Tensor, Tensor]:
     """out and lse with a sink for each head, in place."""
     if sinks is not None:
-        add_terms(out, lse, sinks.detach().to(lse))
+        add_terms(out, lse, sinks.detach().to(lse).view(1, 1, -1))
     return out, lse
 
 

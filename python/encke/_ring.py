@@ -128,7 +128,9 @@ class Ring(NamedTuple):
         """This rank without what is around the calls of the kernels."""
         return shard_of(self.wire, self.options._replace(padding=None), self.sizes)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, clears: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """out and lse of a call on a GPU, without extra terms."""
         call = self.wire.call(f"forward {self.description}", q.device)
         _cuda.prepare()
@@ -147,6 +149,10 @@ class Ring(NamedTuple):
             stream = torch.cuda.current_stream().cuda_stream
             _encke.enqueue_shard(self._kernels, self.tokens, inputs, gradients, stream, call)
         return gradients
+
+    def takes_deltas(self, q: Tensor, k: Tensor) -> bool:
+        """The ranks differentiate branch by branch."""
+        return False
 
     def phantoms(self, q: Tensor, k: Tensor, v: Tensor) -> Optional[bytes]:
         """The logarithms of the phantom keys of this rank's queries."""

@@ -7,7 +7,8 @@ use std::time::Instant;
 use encke::plan::Plan;
 use encke::sharding::Run;
 use encke::{
-    Attention as Library, Checkpoint, DType, Error, Forward, Pass, Report, SavedOutput, Shape,
+    Attention as Library, Checkpoint, DType, Error, Forward, Pass, Pattern, Report, SavedOutput,
+    Shape,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -87,6 +88,13 @@ impl Attention {
     #[getter]
     pub fn splits_slots(&self) -> bool {
         self.splits
+    }
+
+    /// How many deltas a row has in a backward pass that is given those of each branch.
+    fn delta_slots(&self, heads: usize) -> usize {
+        let slots = self.pattern().delta_slots(heads);
+        let slots = slots.iter().flatten().map(|(_, slot)| slot + 1);
+        slots.max().unwrap_or(0)
     }
 
     /// Whether a call on a GPU needs more than its kernels: phantom keys, or branches whose mixing
@@ -281,6 +289,11 @@ impl Attention {
         }
         plans.push((key, Arc::clone(&plan)));
         Ok(plan)
+    }
+
+    /// Which query attends to which key.
+    pub fn pattern(&self) -> &Pattern {
+        self.library.pattern()
     }
 
     /// Options of the ring.

@@ -54,27 +54,43 @@ fn kernel(number: usize, deterministic: bool) -> PyResult<Arc<CudaKernel>> {
     Ok(kernel)
 }
 
-/// Enqueues a pass of all ranks on one GPU. `inputs` are (q, k, v) for the forward pass and (q, k,
-/// v, out, lse, dout, dlse or None) for the backward pass; `outputs` are (out, lse) or (dq, dk,
-/// dv). Returns how many bytes of the inputs are read in place.
+/// The kernel of a GPU on one stream of torch's.
+///
+/// # Safety
+/// As for [`CudaKernel::on_stream`].
+pub(crate) unsafe fn kernel_on(number: usize, stream: u64) -> PyResult<Arc<CudaKernel>> {
+    // SAFETY: passed on to the caller.
+    let kernel = unsafe { kernel(number, true)?.on_stream(stream) };
+    kernel.map_err(|error| PyRuntimeError::new_err(error.to_string()))
+}
+
+/// Enqueues a pass of all ranks on one GPU. `inputs` are (q, k, v) for the forward pass and, for
+/// the backward pass, (q, k, v, out, lse, dout, dlse or None) or, with the delta of each branch,
+/// (q, k, v, lse, dout, delta); `outputs` are (out, lse) or (dq, dk, dv). Rows of out that no
+/// head selects become 0 if the call `clears`. Returns how many bytes of the inputs are read in
+/// place.
 #[pyfunction]
+#[pyo3(signature = (attention, inputs, outputs, stream, clears=true))]
 pub(crate) fn enqueue(
     py: Python<'_>,
     attention: &Bound<'_, Attention>,
     inputs: Vec<Option<PyTensor<'_>>>,
     outputs: Vec<PyTensor<'_>>,
     stream: u64,
+    clears: bool,
 ) -> PyResult<usize> {
     check_process()?;
     let tensors = GpuTensors::read(&inputs, &outputs)?;
     let attention = attention.get();
     refuse_on_gpu(attention)?;
     let (shape, gpu) = tensors.check()?;
-    let deadline = attention.ring().deadline()?.unwrap_or(DEADLINE);
+    let limits = (clears, attention.ring().deadline()?.unwrap_or(DEADLINE));
     py.detach(|| {
         let kernel = kernel(gpu, attention.ring().deterministic)?;
         let plan = attention.gpu_plan(shape, tensors.dtype(), tensors.pass);
         let plan = plan.map_err(|error| error::call(&error))?;
+        let checked = tensors.check_delta(&plan);
+        checked.map_err(|error| error::request(&error))?;
         let kernel = match plan.ranks() {
             // SAFETY: torch's current stream.
             1 => unsafe { kernel.on_stream(stream) }
@@ -83,7 +99,7 @@ pub(crate) fn enqueue(
         };
         // SAFETY: torch gives the addresses of its tensors, and keeps and reuses their memory in
         // the order of this stream; outputs were checked to be contiguous.
-        let ran = unsafe { tensors.run(&kernel, &plan, stream, deadline, |call, to| call.run(to)) };
+        let ran = unsafe { tensors.run(&kernel, &plan, stream, limits, |call, to| call.run(to)) };
         ran.map_err(|error| error::call(&error))
     })
 }
@@ -113,6 +129,8 @@ pub(crate) fn enqueue_shard(
         let kernel = kernel(gpu, shard.deterministic())?;
         let plan = shard.library().plan(shape, tensors.dtype(), tensors.pass);
         let plan = plan.map_err(|error| error::call(&error))?;
+        let checked = tensors.check_delta(&plan);
+        checked.map_err(|error| error::request(&error))?;
         let device = kernel.device();
         let run = |call: &GpuCall<'_>, stream: ForeignStream| match on_gpu {
             true => {
@@ -130,13 +148,13 @@ pub(crate) fn enqueue_shard(
             }
         };
         // SAFETY: as in `enqueue`.
-        Ok::<_, PyErr>(unsafe { tensors.run(&kernel, &plan, stream, DEADLINE, run) })
+        Ok::<_, PyErr>(unsafe { tensors.run(&kernel, &plan, stream, (true, DEADLINE), run) })
     });
     raise(&raised, ran?)
 }
 
 /// Refuses a forked process, which has neither the GPU's context nor the locks of its parent.
-fn check_process() -> PyResult<()> {
+pub(crate) fn check_process() -> PyResult<()> {
     encke_pool::check().map_err(|error| error::call(&Error::Pool(error)))
 }
 
@@ -180,11 +198,21 @@ const INPUTS: [(Role, &str); 7] = [
     (Role::Dlse, "dlse"),
 ];
 
+/// The same with the delta of each branch.
+const INPUTS_BY_BRANCH: [(Role, &str); 6] = [
+    (Role::Q, "q"),
+    (Role::K, "k"),
+    (Role::V, "v"),
+    (Role::Lse, "lse"),
+    (Role::Dout, "dout"),
+    (Role::Delta, "delta"),
+];
+
 impl GpuTensors {
     fn read(inputs: &[Option<PyTensor<'_>>], outputs: &[PyTensor<'_>]) -> PyResult<GpuTensors> {
         let read = |(role, name): (Role, &'static str), tensor: &PyTensor<'_>| {
             let tensor = match role {
-                Role::Lse | Role::Dlse => TensorRef::cells(name, tensor)?,
+                Role::Lse | Role::Dlse | Role::Delta => TensorRef::cells(name, tensor)?,
                 _ => TensorRef::rows(name, tensor)?,
             };
             Ok::<_, PyErr>((role, tensor))
@@ -197,17 +225,21 @@ impl GpuTensors {
             };
             Ok::<_, PyErr>((role, tensor))
         };
-        let (pass, expected) = match (inputs, outputs.len()) {
-            ([_, _, _], 2) => (Pass::Forward, vec![(Role::Out, "out"), (Role::Lse, "lse")]),
+        let gradients = || vec![(Role::Dq, "dq"), (Role::Dk, "dk"), (Role::Dv, "dv")];
+        let (pass, roles, expected) = match (inputs, outputs.len()) {
+            ([_, _, _], 2) => {
+                let results = vec![(Role::Out, "out"), (Role::Lse, "lse")];
+                (Pass::Forward, &INPUTS[..3], results)
+            }
             ([_, _, _, _, _, _, dlse], 3) => {
                 let dlse = dlse.is_some();
-                let gradients = vec![(Role::Dq, "dq"), (Role::Dk, "dk"), (Role::Dv, "dv")];
-                (Pass::Backward { dlse }, gradients)
+                (Pass::Backward { dlse }, &INPUTS[..], gradients())
             }
+            ([_, _, _, _, _, _], 3) => (Pass::BackwardByBranch, &INPUTS_BY_BRANCH[..], gradients()),
             (_, count) => {
                 return Err(PyValueError::new_err(format!(
-                    "a forward pass has 3 inputs and 2 outputs, a backward pass 7 and 3, not {} \
-                     and {count}",
+                    "a forward pass has 3 inputs and 2 outputs, a backward pass 7 (or 6) and 3, \
+                     not {} and {count}",
                     inputs.len()
                 )));
             }
@@ -217,7 +249,7 @@ impl GpuTensors {
             inputs: Vec::with_capacity(inputs.len()),
             outputs: Vec::with_capacity(expected.len()),
         };
-        for (role, tensor) in INPUTS.into_iter().zip(inputs) {
+        for (&role, tensor) in roles.iter().zip(inputs) {
             match tensor {
                 Some(tensor) => tensors.inputs.push(read(role, tensor)?),
                 None if role.0 == Role::Dlse => {}
@@ -263,6 +295,21 @@ impl GpuTensors {
         Ok((shape, gpu))
     }
 
+    /// Refuses deltas that are not those of the plan's branches.
+    fn check_delta(&self, plan: &Plan) -> Result<(), RequestError> {
+        let found = self.inputs.iter().find(|(role, _)| *role == Role::Delta);
+        let shape = &plan.request().shape;
+        let expected = [shape.batch, shape.queries, plan.delta_slots(), 1];
+        match found {
+            Some((_, tensor)) if tensor.dims != expected => Err(RequestError::ShapeMismatch {
+                tensor: tensor.name,
+                got: tensor.dims.to_vec(),
+                expected: expected.to_vec(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
     fn shape(&self) -> Result<Shape, RequestError> {
         let [(_, q), (_, k), (_, v), ..] = self.inputs[..] else {
             unreachable!("a pass has q, k and v")
@@ -271,7 +318,9 @@ impl GpuTensors {
         let shape = Shape::new(batch, tokens, heads, kv_heads, dim)?
             .with_queries(queries)?
             .with_value_dim(v.dims[3])?;
-        for (role, tensor) in &self.inputs {
+        // How many deltas a row has is the pattern's: the plan says it.
+        let inputs = self.inputs.iter().filter(|(role, _)| *role != Role::Delta);
+        for (role, tensor) in inputs {
             let expected = dims(*role, &shape);
             if tensor.dims != expected {
                 return Err(RequestError::ShapeMismatch {
@@ -301,7 +350,7 @@ impl GpuTensors {
         kernel: &CudaKernel,
         plan: &Plan,
         stream: u64,
-        deadline: Duration,
+        (clears, deadline): (bool, Duration),
         run: impl FnOnce(&GpuCall<'_>, ForeignStream) -> Result<T, Error>,
     ) -> Result<T, Error> {
         // SAFETY: passed on to the caller.
@@ -324,6 +373,7 @@ impl GpuTensors {
             plan,
             inputs: &views(&self.inputs, false),
             outputs: &views(&self.outputs, true),
+            clears,
             deadline,
         };
         run(&call, stream)

@@ -7,6 +7,7 @@ mod attention;
 mod error;
 mod exchange;
 mod gpu;
+mod gpu_branches;
 mod host_passes;
 mod owned;
 mod settings;
@@ -39,6 +40,9 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<shard::PyShard>()?;
     module.add_function(wrap_pyfunction!(gpu::enqueue, module)?)?;
     module.add_function(wrap_pyfunction!(gpu::enqueue_shard, module)?)?;
+    module.add_function(wrap_pyfunction!(gpu_branches::add_terms, module)?)?;
+    module.add_function(wrap_pyfunction!(gpu_branches::start_deltas, module)?)?;
+    module.add_function(wrap_pyfunction!(gpu_branches::add_delta, module)?)?;
     module.add_function(wrap_pyfunction!(shard::runs, module)?)?;
     module.add_function(wrap_pyfunction!(shard::query_runs, module)?)?;
     module.add_function(wrap_pyfunction!(shard::balanced, module)?)?;

@@ -353,3 +353,18 @@ def test_threads_that_have_asked_cuda_nothing(on_gpu, pattern):
     with concurrent.futures.ThreadPoolExecutor(1) as alone:
         out = alone.submit(encke.attention, q, q, q, **pattern).result()
     assert torch.equal(out, encke.attention(q, q, q, **pattern))
+
+
+@pytest.mark.parametrize("dim", [8, 5, 48, 300], ids="{} wide".format)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_sinks_are_added_to_finished_rows(on_gpu, dim, dtype):
+    """Also to rows that are no vectors of 16 bytes, and to rows that see no key."""
+    q, k, v = (on_gpu(2, 12, 4, dim, dtype=dtype) for _ in range(3))
+    sinks = torch.tensor([0.4, -2.0, 5.0, -torch.inf], dtype=torch.float64)
+    mask = dict(window=(3, 0), documents=[5, 7])
+    got = encke.attention(q, k, v, sinks=sinks.cuda(), return_lse=True, **mask)
+    wide = [x.cpu().double() for x in (q, k, v)]
+    right = encke.attention(*wide, sinks=sinks, return_lse=True, **mask)
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}[dtype]
+    for x, y in zip(got, right):
+        assert_close(x.cpu().double(), y, rtol=bound, atol=bound)

@@ -39,6 +39,59 @@ def test_a_gpu_equals_the_cpu(options, ring, randn):
         assert torch.allclose(a.cpu(), b, atol=1e-11, rtol=1e-11), name
 
 
+MASKS = {
+    "documents": dict(documents=[20, 33]),
+    "a window": dict(window=(9, 4), padding=None),
+    "offsets by remainder": dict(padding=None, offsets="head-mod"),
+    "one branch": dict(segment_lengths=[22], dilation_rates=[2]),
+    "no branch with rate 1": dict(segment_lengths=[22, 64], dilation_rates=[2, 4]),
+}
+
+
+@pytest.mark.parametrize("dim", [8, 5], ids="{} wide".format)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_detached_weights_with_masks(mask, dim, randn):
+    """In one backward pass for all branches; rows of 5 elements are no vectors of 16 bytes."""
+    given = [randn(1, 53, 16, dim) for _ in range(3)]
+    dout, dlse = randn(1, 53, 16, dim), randn(1, 53, 16)
+    options = {**BRANCHES, **TORCHSCALE, **mask}
+    results = []
+    for device in ("cpu", "cuda"):
+        inputs = [x.to(device).clone().requires_grad_() for x in given]
+        out, lse = encke.attention(*inputs, **options, return_lse=True)
+        upstream = [x.to(device) for x in (dout, dlse)]
+        torch.autograd.backward([out, lse], upstream)
+        results.append([x.detach().cpu() for x in (out, lse, *(x.grad for x in inputs))])
+    for name, b, a in zip(("out", "lse", "dq", "dk", "dv"), *results):
+        assert torch.allclose(a, b, atol=1e-11, rtol=1e-11), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_branch_without_weight_has_a_small_gradient_and_no_nan(dtype, randn):
+    """The delta of the branch with most pairs is what the others leave: here nothing or little."""
+    q, k, v, dout = (randn(1, 64, 2, 8).to(dtype) for _ in range(4))
+    options = dict(
+        segment_lengths=[64, 8], dilation_rates=[1, 1], mode="mix", mixing_gradient="detached"
+    )
+    blocks = torch.nn.functional.one_hot(torch.arange(64) // 8).to(dtype).view(1, 64, 1, 8)
+    for score in (0.0, 20.0, 300.0):
+        # So much more do keys of a query's own segment of 8 have.
+        ahead = blocks * (score * 8**0.5) ** 0.5
+        inputs = [q + ahead, k + ahead, v]
+        expected = attend_on("cpu", inputs, dout, options, torch.float64)
+        got = attend_on("cuda", inputs, dout, options, dtype)
+        for name, a, b in zip(("dq", "dk", "dv"), got, expected):
+            bound = (1e-11 if dtype == torch.float64 else 1e-4) * b.norm()
+            assert (a - b).norm() <= bound, (name, score)
+
+
+def attend_on(device, inputs, dout, options, dtype):
+    """The gradients, as float64 on the host."""
+    own = [x.to(device, dtype).requires_grad_() for x in inputs]
+    out = encke.attention(*own, **options)
+    return [x.cpu().double() for x in torch.autograd.grad(out, own, dout.to(device, dtype))]
+
+
 @pytest.mark.parametrize("dim", [24, 48, 64, 96])
 def test_half_precision(dim, randn):
     given = [randn(1, 1500, 16, dim).half() for _ in range(3)]

@@ -66,7 +66,7 @@ fn threshold(
     let constraints = Constraints {
         work: match pass {
             Pass::Forward => Workload::Forward,
-            Pass::Backward { .. } => Workload::Backward,
+            Pass::Backward { .. } | Pass::BackwardByBranch => Workload::Backward,
         },
         ..Constraints::new(shape, attention.pattern().clone(), dtype, auto.most_ranks)
     };

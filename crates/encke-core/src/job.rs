@@ -76,6 +76,8 @@ pub struct Job {
     /// element per cell; acc, out and dout hold `value_dim` elements per cell, at `value_dim`
     /// times the address.
     pub cells: Operand,
+    /// Addresses in delta, if they differ from those of the other cells.
+    pub delta: Option<Operand>,
     /// Addresses in dq, if they differ from those in q.
     pub dq: Option<Operand>,
     /// Which keys each query sees; None if every query sees every key.
@@ -114,6 +116,12 @@ impl Job {
             row: self.value(self.k.row),
             heads: self.k.heads.iter().map(|&at| self.value(at)).collect(),
         }
+    }
+
+    /// Addresses in delta.
+    #[inline]
+    pub fn delta(&self) -> &Operand {
+        self.delta.as_ref().unwrap_or(&self.cells)
     }
 
     /// The factor of the weight of query row `i` and key row `j` after the softmax: 0 if the pair
@@ -218,6 +226,7 @@ impl Job {
             queries: rows.len(),
             q: of(&self.q),
             cells: of(&self.cells),
+            delta: self.delta.as_ref().map(of),
             dq: self.dq.as_ref().map(of),
             tiles: self.tiles.map(|tiles| JobTiles {
                 query: tiles.query + rows.start,
@@ -312,6 +321,7 @@ mod tests {
             q: rows(1),
             k: rows(1),
             cells: rows(1),
+            delta: None,
             dq: None,
             mask: Some(Mask::Band(Band::causal((10, 2), (3, 5)))),
             transform: None,

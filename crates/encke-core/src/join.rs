@@ -96,7 +96,8 @@ impl Job {
         let same_queries = self.queries == next.queries
             && self.same(&self.q, &next.q, self.queries)
             && self.same(&self.cells, &next.cells, self.queries)
-            && self.same_dq(next, 0);
+            && self.same_option([&self.delta, &next.delta], 0)
+            && self.same_option([&self.dq, &next.dq], 0);
         let adjacent = self.is_like(next)
             && same_queries
             && self.follows(&self.k, self.keys, &next.k)
@@ -134,7 +135,8 @@ impl Job {
             && self.same(&self.k, &next.k, keys)
             && self.follows(&self.q, self.queries, &next.q)
             && self.follows(&self.cells, self.queries, &next.cells)
-            && self.same_dq(next, self.queries);
+            && self.same_option([&self.delta, &next.delta], self.queries)
+            && self.same_option([&self.dq, &next.dq], self.queries);
         if !adjacent {
             return None;
         }
@@ -150,15 +152,17 @@ impl Job {
             }
         };
         let widest = if next.keys > self.keys { next } else { self };
+        let rows_of_option = |[own, next]: [&Option<Operand>; 2]| {
+            let both = own.as_ref().zip(next.as_ref());
+            both.map(|(own, next)| self.rows_of(own, next, self.queries))
+        };
         Some(Job {
             queries: self.queries + next.queries,
             keys,
             q: self.rows_of(&self.q, &next.q, self.queries),
             cells: self.rows_of(&self.cells, &next.cells, self.queries),
-            dq: match (&self.dq, &next.dq) {
-                (Some(own), Some(next)) => Some(self.rows_of(own, next, self.queries)),
-                _ => None,
-            },
+            delta: rows_of_option([&self.delta, &next.delta]),
+            dq: rows_of_option([&self.dq, &next.dq]),
             k: widest.k.clone(),
             mask,
             ..self.clone()
@@ -235,11 +239,13 @@ impl Job {
         step == next.row && self.same(&shifted, next, 2)
     }
 
-    fn same_dq(&self, next: &Job, rows: usize) -> bool {
-        match (&self.dq, &next.dq) {
-            (None, None) => true,
-            (Some(own), Some(next)) if rows == 0 => self.same(own, next, self.queries),
-            (Some(own), Some(next)) => self.follows(own, rows, next),
+    /// Whether two operands that not every job has are the same, with `rows` 0, or follow one
+    /// another after so many rows.
+    fn same_option(&self, both: [&Option<Operand>; 2], rows: usize) -> bool {
+        match both {
+            [None, None] => true,
+            [Some(own), Some(next)] if rows == 0 => self.same(own, next, self.queries),
+            [Some(own), Some(next)] => self.follows(own, rows, next),
             _ => false,
         }
     }
@@ -363,6 +369,7 @@ mod tests {
             q: operand(8 * queries.0, 8),
             k: operand(8 * keys.0, 8),
             cells: operand(queries.0, 1),
+            delta: None,
             dq: None,
             mask: band.map(Mask::Band),
             transform: None,

@@ -125,6 +125,7 @@ impl Kernel for NaiveKernel {
                 if lse[cell] == f64::NEG_INFINITY {
                     continue; // a query that sees no key, in this job or any other
                 }
+                let delta = delta[job.delta().at(b, s, i, h)];
                 let at_q = job.q.at(b, s, i, h);
                 let at_dq = job.dq.as_ref().unwrap_or(&job.q).at(b, s, i, h);
                 let dout = row(&dout, cell * value_dim, value_dim);
@@ -137,8 +138,8 @@ impl Kernel for NaiveKernel {
                     let p = (score - lse[cell]).exp();
                     let kept = job.dropout_factor((b, s, h), i, j) * job.gain;
                     let dp = match kept {
-                        0.0 => -delta[cell],
-                        _ => kept * dot(dout, row(&v, value, value_dim)) - delta[cell],
+                        0.0 => -delta,
+                        _ => kept * dot(dout, row(&v, value, value_dim)) - delta,
                     };
                     let ds = p * dp * derivative;
                     if kept != 0.0 {

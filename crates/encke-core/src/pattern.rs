@@ -117,6 +117,8 @@ pub struct LaneHead {
     pub kv_head: usize,
     /// The slot its result goes to.
     pub slot: usize,
+    /// Its slot among the deltas of branches ([`Pattern::delta_slots`]).
+    pub delta_slot: usize,
 }
 
 /// One (branch, offset) and its heads: all heads of a lane have the same index sets.
@@ -524,14 +526,38 @@ impl Pattern {
             .collect()
     }
 
+    /// For each branch, (head, slot) of its heads: where a backward pass that is given the delta of
+    /// each branch ([`Pass::BackwardByBranch`]) reads it. Heads of a branch that select different
+    /// tokens share a slot: a branch has as many as heads of one offset.
+    ///
+    /// [`Pass::BackwardByBranch`]: crate::plan::Pass::BackwardByBranch
+    pub fn delta_slots(&self, heads: usize) -> Vec<Vec<(usize, usize)>> {
+        let mut first = 0;
+        let slots_of = |branch: usize| {
+            let mut taken: BTreeMap<usize, usize> = BTreeMap::new();
+            let of_heads = self.heads_of(branch, heads).into_iter();
+            let of_heads = of_heads.map(|(head, offset)| {
+                let of_offset = taken.entry(offset).or_default();
+                *of_offset += 1;
+                (head, first + *of_offset - 1)
+            });
+            let of_heads = of_heads.collect();
+            first += taken.values().max().copied().unwrap_or(0);
+            of_heads
+        };
+        (0..self.branches.len()).map(slots_of).collect()
+    }
+
     /// The pattern resolved for `shape`: its lanes, ordered by branch and offset.
     pub fn lanes(&self, shape: &Shape) -> Vec<Lane> {
         let mut lanes: Vec<Lane> = Vec::new();
         let mut slots = 0;
+        let delta_slots = self.delta_slots(shape.heads);
         for (branch, &Branch { segment, dilation }) in self.branches.iter().enumerate() {
             let segment = segment.min(shape.tokens);
             let mut of_branch: BTreeMap<usize, Lane> = BTreeMap::new();
-            for (head, offset) in self.heads_of(branch, shape.heads) {
+            let heads = self.heads_of(branch, shape.heads).into_iter();
+            for ((head, offset), (_, delta_slot)) in heads.zip(&delta_slots[branch]) {
                 let slot = if self.splits_slots() { slots } else { head };
                 slots += 1;
                 if offset >= segment {
@@ -551,6 +577,7 @@ impl Pattern {
                     head,
                     kv_head,
                     slot,
+                    delta_slot: *delta_slot,
                 });
                 if lane.kv_heads.last() != Some(&kv_head) {
                     lane.kv_heads.push(kv_head);

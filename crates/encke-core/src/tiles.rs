@@ -188,6 +188,7 @@ impl Job {
             q: by(&self.q),
             k: by(&self.k),
             cells: by(&self.cells),
+            delta: self.delta.as_ref().map(by),
             dq: self.dq.as_ref().map(by),
             mask,
             ..self.clone()
@@ -211,6 +212,7 @@ impl Job {
             q: segments(self.q),
             k: segments(self.k),
             cells: segments(self.cells),
+            delta: self.delta.map(segments),
             dq: self.dq.map(segments),
             dropout,
             ..self
@@ -248,6 +250,7 @@ mod tests {
             q: rows(queries.start, 1),
             k: rows(keys.start, 1),
             cells: rows(queries.start, 1),
+            delta: None,
             dq: None,
             mask: Some(Mask::Band(Band {
                 query: queries.start,

@@ -83,10 +83,7 @@ pub fn rings_to_compare(shape: Shape, dtype: DType) -> Result<Vec<ComparedRing>,
         ("dilated", 4, dilated, Cut::Contiguous, backward),
     ];
     let ring = |(kind, ranks, pattern, cut, pass): (&str, usize, Pattern, Cut, Pass)| {
-        let direction = match pass {
-            Pass::Forward => "forward",
-            Pass::Backward { .. } => "backward",
-        };
+        let direction = pass.name();
         let cut_name = if cut == Cut::Zigzag {
             "zigzag"
         } else {

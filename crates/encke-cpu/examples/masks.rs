@@ -46,6 +46,7 @@ fn job(first: usize, tokens: usize, [dim, value_dim]: [usize; 2]) -> Job {
         q: operand(dim),
         k: operand(dim),
         cells: operand(1),
+        delta: None,
         dq: None,
         mask: None,
         transform: None,

@@ -36,6 +36,7 @@ fn job(causal: bool) -> Job {
         q: operand(DIM),
         k: operand(DIM),
         cells: operand(1),
+        delta: None,
         dq: None,
         mask: causal.then_some(Mask::Band(mask)),
         transform: None,

@@ -213,7 +213,8 @@ impl<X: Vector> BackwardCall<'_, X> {
                 continue;
             }
             lse[lane] = row_lse;
-            delta[lane] = X::A::get(upstream.delta, cell(lane));
+            let at_delta = job.delta().at(batch, segment, first + lane, head);
+            delta[lane] = X::A::get(upstream.delta, at_delta);
             visibility.ranges[i].set::<X>(lane, piece.visible(first + lane));
         }
         let (scale, gain) = (X::A::from_f64(job.scale), X::A::from_f64(job.gain));

@@ -450,7 +450,9 @@ impl Kernel for CpuKernel {
         fn of<X: vector::Vector, const R: usize>(_: X, job: &Job, pass: Pass) -> usize {
             let elements = match pass {
                 Pass::Forward => Scratch::<X::A>::elements(&forward::sizes::<X>(job)),
-                Pass::Backward { .. } => Scratch::<X::A>::elements(&backward::sizes::<X>(job)),
+                Pass::Backward { .. } | Pass::BackwardByBranch => {
+                    Scratch::<X::A>::elements(&backward::sizes::<X>(job))
+                }
             };
             elements * size_of::<X::A>()
         }

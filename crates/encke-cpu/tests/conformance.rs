@@ -125,6 +125,7 @@ fn job(tokens: usize, dim: usize) -> Job {
         q: operand(dim),
         k: operand(dim),
         cells: operand(1),
+        delta: None,
         dq: None,
         mask: Some(Mask::Band(Band::causal((0, 1), (0, 1)))),
         transform: None,

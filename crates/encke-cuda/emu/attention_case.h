@@ -43,7 +43,7 @@ static Element element_of(double x) { return emu::narrow((float)x); }
 #endif
 
 struct Case {
-  Job job{}; Layout q, k, v, cells, dq; std::string name;
+  Job job{}; Layout q, k, v, cells, delta_at, dq; std::string name;
   bool large = false;   // whether scores are
   std::vector<Element> Q, K, V, dO;
   std::vector<Sum> lse, delta;
@@ -239,7 +239,9 @@ static void draw_case(Case& c, Random& random, int number, int dim, int width, b
   c.v = layout(j.batch, j.segments, j.keys, j.heads, width, step, groups, pad, phases);
   c.dq = layout(j.batch, j.segments, j.queries, j.heads, dim, 1, 1, aligned ? 8 : 1, false);
   c.cells = layout(j.batch, j.segments, j.queries, j.heads, 1, 1, 1, 0, false);
+  c.delta_at = layout(j.batch, j.segments, j.queries, j.heads, 1, 2, 1, 3, false);
   j.q = operand(c.q); j.k = operand(c.k); j.dq = operand(c.dq); j.cells = operand(c.cells);
+  j.delta = operand(c.delta_at);
   j.causal = number == 0 || random.coin();
   j.query = random.below(20);
   j.query_step = random.between(1, 3);

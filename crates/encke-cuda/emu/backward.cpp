@@ -67,7 +67,7 @@ struct Inputs {
 };
 static const double CAP = 1.5;   // with SOFTCAP
 struct Setting {
-  View q, k, v, cells, dq;
+  View q, k, v, cells, delta, dq;
   JobParams job;
   vector<PieceParams> pieces;
   // By definition: the same document, and positions inside the window.
@@ -121,10 +121,12 @@ static Setting setting(const Case& c) {
   s.k = view(c, c.keys, kv, c.shared, c.dilation, c.dim, 2 * c.dim);
   s.v = view(c, c.keys, kv, c.shared, c.dilation, wide, 2 * wide);
   s.cells = view(c, c.queries, c.heads, 1, 1, 1, 0);
+  s.delta = view(c, c.queries, c.heads, 1, 2, 1, 3);
   s.dq = view(c, c.queries, c.heads, 1, c.dilation, c.dim, 32);
-  for (View* v : {&s.q, &s.k, &s.v, &s.cells, &s.dq}) v->o.heads = v->heads.data();
-  s.job = JobParams{s.q.o, s.k.o, s.cells.o, s.dq.o, c.query, c.query_step, c.key, c.key_step,
-      c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, c.causal, wide, c.scale, c.gain};
+  for (View* v : {&s.q, &s.k, &s.v, &s.cells, &s.delta, &s.dq}) v->o.heads = v->heads.data();
+  s.job = JobParams{s.q.o, s.k.o, s.cells.o, s.delta.o, s.dq.o, c.query, c.query_step, c.key,
+      c.key_step, c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, c.causal, wide, c.scale,
+      c.gain};
 #if WINDOWED
   const int step = c.document ? c.document : c.queries;
   for (int i = 0, t = 0; i < c.queries && t < c.keys; i += step) {
@@ -171,7 +173,7 @@ static Inputs inputs(const Case& c, const Setting& s) {
   for (auto& y : x.k) y = emu::narrow((float)c.size * emu::widen(y));
   x.dq = random_floats(s.dq.size); x.dk = random_floats(s.k.size); x.dv = random_floats(s.v.size);
   x.exact_lse.assign(s.cells.size, -INFINITY);
-  x.lse.assign(s.cells.size, -INFINITY); x.delta = random_floats(s.cells.size);
+  x.lse.assign(s.cells.size, -INFINITY); x.delta = random_floats(s.delta.size);
   for (int b = 0; b < j.batch; b++)
     for (int g = 0; g < j.segments; g++)
       for (int h = 0; h < j.heads; h++)
@@ -211,8 +213,9 @@ static Exact exact(const Case& c, const Setting& s, const Inputs& x) {
     double derivative;
     const double score = s.score(c.scale * dot(&x.q[q], &x.k[k], c.dim), h, i, t, derivative),
                  p = exp(score - x.exact_lse[cell]),
+                 delta = x.delta[at(j.delta, b, g, i, h)],
                  ds = p * derivative *
-                      (c.gain * dot(&x.dout[cell * wide], &x.v[v], wide) - x.delta[cell]);
+                      (c.gain * dot(&x.dout[cell * wide], &x.v[v], wide) - delta);
     for (int y = 0; y < wide; y++)
       e.dv[v + y] += p * c.gain * emu::widen(x.dout[cell * wide + y]);
     for (int y = 0; y < c.dim; y++) {
@@ -378,7 +381,8 @@ static void check(const Case& c) {
             for (int i = 0; i < wide; i++) y.dout[cell * wide + i] = bad;
           }
           // Such a row has no finite score, and so no finite lse or delta.
-          if (h == of && y.lse[cell] != -INFINITY) y.lse[cell] = y.delta[cell] = NAN;
+          if (h == of && y.lse[cell] != -INFINITY)
+            y.lse[cell] = y.delta[at(j.delta, b, g, query, h)] = NAN;
         }
     pairs(s, [&](int b, int g, int h, int i, int t) {
       for (int d = 0; d < c.dim; d++) {
@@ -402,12 +406,16 @@ static void check(const Case& c) {
   }
   // Rows that saw no key contribute nothing, whatever their dout.
   Inputs y = x; bool any = false;
-  for (u64 i = 0; i < y.lse.size(); i++)
-    if (y.lse[i] == -INFINITY) {
-      any = true;
-      y.delta[i] = NAN;
-      for (int d = 0; d < wide; d++) y.dout[i * wide + d] = 0x7fff;
-    }
+  for (int b = 0; b < j.batch; b++)
+    for (int g = 0; g < j.segments; g++)
+      for (int h = 0; h < j.heads; h++)
+        for (int i = 0; i < j.queries; i++) {
+          const i64 cell = at(j.cells, b, g, i, h);
+          if (y.lse[cell] != -INFINITY) continue;
+          any = true;
+          y.delta[at(j.delta, b, g, i, h)] = NAN;
+          for (int d = 0; d < wide; d++) y.dout[cell * wide + d] = 0x7fff;
+        }
   if (any) {
     const Result z = run(c, s, y, true, 2);
     judge(equal(r.dq, z.dq, none) && equal(r.dk, z.dk, none) && equal(r.dv, z.dv, none), c,

@@ -69,7 +69,7 @@ static GradientBuffers run(Case c, const GradientBuffers& before) {
 static void give_upstream(Case& c, Random& random) {
   const Job& j = c.job; const int dim = value_dim(j);
   c.exact_lse.assign(c.cells.size, 0.3);
-  c.lse.assign(c.cells.size, NAN); c.delta.assign(c.cells.size, NAN);
+  c.lse.assign(c.cells.size, NAN); c.delta.assign(c.delta_at.size, NAN);
   c.each_sequence([&](int b, int s, int h) { for (int i = 0; i < j.queries; i++) {
     i64 cell = at(j.cells, b, s, i, h); double top = -INFINITY, sum = 0; Sum largest = 0;
     for (int t = 0; t < j.keys; t++) {
@@ -89,10 +89,11 @@ static void give_upstream(Case& c, Random& random) {
       // As the forward kernel rounds it.
       c.lse[cell] = j.scale == 0 ? (Sum)c.exact_lse[cell] : largest * (Sum)j.scale;
     }
-    c.delta[cell] = (Sum)random.unit();
+    Sum& delta = c.delta[at(j.delta, b, s, i, h)];
+    delta = (Sum)random.unit();
     if (random.below(12) == 0) c.lse[cell] = -INFINITY;
     if (c.lse[cell] == -INFINITY) {
-      c.delta[cell] = NAN;
+      delta = NAN;
       for (int x = 0; x < dim; x++) c.dO[cell * dim + x] = element_of(NAN);
     }
   } });
@@ -117,7 +118,7 @@ static void check(const Case& c, const GradientBuffers& before, const GradientBu
     for (int n = 0; n < dim; n++) dp += value_of(c.dO[cell * dim + n]) * value_of(c.V[v + n]);
     double lse = c.large ? c.exact_lse[cell] : c.lse[cell],
            p = exp(c.score(b, s, h, i, t, &derivative) - lse),
-           ds = p * (factor * dp - c.delta[cell]) * derivative;
+           ds = p * (factor * dp - c.delta[at(j.delta, b, s, i, h)]) * derivative;
     for (int n = 0; n < dim; n++) dv[v + n] += p * factor * value_of(c.dO[cell * dim + n]);
     for (int n = 0; n < j.dim; n++) {
       dk[y + n] += j.scale * ds * value_of(c.Q[x + n]);

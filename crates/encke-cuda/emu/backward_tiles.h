@@ -14,11 +14,12 @@ static void add_gradients(
   Setting s = setting(whole);
   Case c = whole;
   c.queries = q1 - q0; c.keys = k1 - k0; c.query = q0; c.key = k0;
-  for (View* v : {&s.q, &s.cells, &s.dq}) v->o.offset += q0 * v->o.row;
+  for (View* v : {&s.q, &s.cells, &s.delta, &s.dq}) v->o.offset += q0 * v->o.row;
   for (View* v : {&s.k, &s.v}) v->o.offset += k0 * v->o.row;
-  for (View* v : {&s.q, &s.k, &s.v, &s.cells, &s.dq}) v->o.heads = v->heads.data();
+  for (View* v : {&s.q, &s.k, &s.v, &s.cells, &s.delta, &s.dq}) v->o.heads = v->heads.data();
   JobParams& j = s.job;
-  j.q = s.q.o; j.k = s.k.o; j.cells = s.cells.o; j.dq = s.dq.o;
+  j.q = s.q.o; j.k = s.k.o; j.cells = s.cells.o; j.delta = s.delta.o;
+  j.dq = s.dq.o;
   j.query = q0; j.key = k0; j.queries = c.queries; j.keys = c.keys;
 #if WINDOWED
   s.pieces = {{q0, 1, k0, 1, c.left, c.right, 0, c.queries, 0, c.keys}};

@@ -154,9 +154,9 @@ struct Problem {
     q = random_elements(q_at.elements, c.size);
     k = random_elements(k_at.elements, c.size);
     v = random_elements(v_at.elements, 1);
-    job = {q_at.operand, k_at.operand, cells.operand, q_at.operand, c.query, c.query_step, c.key,
-        c.key_step, c.batch, c.segments, c.queries, c.keys, c.heads, c.dim, CAUSAL, value_dim(c),
-        c.scale, c.gain};
+    job = {q_at.operand, k_at.operand, cells.operand, cells.operand, q_at.operand, c.query,
+        c.query_step, c.key, c.key_step, c.batch, c.segments, c.queries, c.keys, c.heads, c.dim,
+        CAUSAL, value_dim(c), c.scale, c.gain};
     i64 lead = c.query - c.key;
     const int row_tiles = (c.queries + ROWS - 1) / ROWS, sequences = c.batch * c.segments * c.heads;
     tiles = {(u32)(row_tiles * sequences), row_tiles, c.batch * c.segments * c.heads, 2, (int)lead,

@@ -26,6 +26,7 @@ pub(crate) struct JobParams {
     pub q: OperandParams,
     pub k: OperandParams,
     pub cells: OperandParams,
+    pub delta: OperandParams,
     pub dq: OperandParams,
     pub query: i64,
     pub query_step: i64,
@@ -118,6 +119,6 @@ mod tests {
             size_of::<MaskParams>(),
             size_of::<MaskedJobParams>(),
         ];
-        assert_eq!(sizes, [48, 272, 120, 64, 152, 424]);
+        assert_eq!(sizes, [48, 320, 120, 64, 152, 472]);
     }
 }

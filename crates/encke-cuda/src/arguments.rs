@@ -65,12 +65,8 @@ impl TableCache {
         let mut tables = Vec::new();
         let mut operand = |operand: &Operand| self.operand(device, operand, &mut tables);
         let dq = job.dq.as_ref().unwrap_or(&job.q);
-        let (q, k, cells, dq) = (
-            operand(&job.q)?,
-            operand(&job.k)?,
-            operand(&job.cells)?,
-            operand(dq)?,
-        );
+        let (q, k, cells) = (operand(&job.q)?, operand(&job.k)?, operand(&job.cells)?);
+        let (delta, dq) = (operand(job.delta())?, operand(dq)?);
         let position = |x: usize| x as i64;
         let mask = job.causal();
         let mask = mask.as_ref();
@@ -78,6 +74,7 @@ impl TableCache {
             q,
             k,
             cells,
+            delta,
             dq,
             query: mask.map_or(0, |mask| position(mask.query)),
             query_step: mask.map_or(1, |mask| position(mask.query_step)),

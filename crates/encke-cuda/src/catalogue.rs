@@ -7,7 +7,7 @@ use encke_core::DType;
 
 use crate::generated_rows;
 use crate::launch::{
-    cells, copy, hopper_backward_variants, hopper_forward, mma, plain, split_tilings,
+    branches, cells, copy, hopper_backward_variants, hopper_forward, mma, plain, split_tilings,
 };
 use crate::program::Program;
 
@@ -19,6 +19,7 @@ pub fn programs() -> Vec<(Program, (i32, i32))> {
     let mut all = Vec::new();
     for dtype in DType::ALL {
         all.push((cells::program(dtype), (9, 0)));
+        all.push((branches::program(dtype), (9, 0)));
         for dim in [20, 64, 128] {
             all.push((generated_rows::generator_program(dtype, dim), (9, 0)));
             all.push((generated_rows::checksum_program(dtype, dim), (9, 0)));

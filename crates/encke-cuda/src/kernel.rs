@@ -476,7 +476,7 @@ impl Kernel for CudaKernel {
                 let plan = self.split_plan(job, dtype);
                 plan.map_or(0, |plan| plan.workspace_bytes(job.value_dim))
             }
-            Pass::Backward { .. } => {
+            Pass::Backward { .. } | Pass::BackwardByBranch => {
                 hopper_backward::workspace_bytes(&self.context().device, job, dtype)
             }
         }

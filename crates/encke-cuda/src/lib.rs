@@ -7,6 +7,7 @@
 mod abi;
 mod allocation;
 mod arguments;
+mod branch_deltas;
 mod buffer;
 mod cache;
 mod catalogue;
@@ -38,6 +39,7 @@ mod staged;
 mod tensor_map;
 mod wgmma;
 
+pub use branch_deltas::{BranchDeltas, BranchResults};
 pub use buffer::Buffer;
 pub use cache::Cache;
 pub use catalogue::{covering, programs};

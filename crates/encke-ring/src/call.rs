@@ -166,6 +166,14 @@ fn inputs_of(plan: &Plan, rows: CallRows) -> Vec<(Role, &'static str, [usize; 4]
         ]);
         inputs.extend(dlse.then_some((Role::Dlse, "dlse", lse)));
     }
+    if plan.request().pass == Pass::BackwardByBranch {
+        let delta = queries(plan.delta_slots(), 1);
+        inputs.extend([
+            (Role::Lse, "lse", lse),
+            (Role::Dout, "dout", out),
+            (Role::Delta, "delta", delta),
+        ]);
+    }
     inputs
 }
 
@@ -189,7 +197,7 @@ pub(crate) fn outputs_of(plan: &Plan, rows: CallRows) -> Vec<(Role, [usize; 4], 
                 (Role::Lse, lse, request.dtype.sum()),
             ]
         }
-        Pass::Backward { .. } => vec![
+        Pass::Backward { .. } | Pass::BackwardByBranch => vec![
             (Role::Dq, queries(shape.heads, shape.dim), request.dtype),
             (Role::Dk, keys(shape.dim), request.dtype),
             (Role::Dv, keys(shape.value_dim), request.dtype),

@@ -93,9 +93,10 @@ impl<K: Kernel> Rank<K> {
     }
 
     /// Starts a call on the buffers that are there: allocates the missing ones, and zeroes outputs
-    /// that the program writes only in part.
-    pub fn begin(&mut self, kernel: &K) -> Result<(), KernelError> {
-        for id in self.plan.sparse_outputs() {
+    /// that the program writes only in part, if it `clears`.
+    pub fn begin(&mut self, kernel: &K, clears: bool) -> Result<(), KernelError> {
+        let sparse = self.plan.sparse_outputs();
+        for id in sparse.into_iter().filter(|_| clears) {
             if let Some(buffer) = &mut self.table.buffers[id.0] {
                 kernel.fill(buffer, 0.0)?;
             }

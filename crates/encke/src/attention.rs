@@ -126,7 +126,7 @@ impl<K: Kernel> Attention<K> {
             let constraints = Constraints {
                 work: match pass {
                     Pass::Forward => Workload::Forward,
-                    Pass::Backward { .. } => Workload::Backward,
+                    Pass::Backward { .. } | Pass::BackwardByBranch => Workload::Backward,
                 },
                 ranks: (!auto.ranks).then_some(settings.ranks),
                 cut: (!auto.cut || !open).then(|| settings.cut.clone()),

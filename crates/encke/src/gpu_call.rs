@@ -36,6 +36,8 @@ pub struct GpuCall<'a> {
     pub inputs: &'a [(Role, DeviceView<'a>)],
     /// The tensors that the plan returns and the caller needs.
     pub outputs: &'a [(Role, DeviceView<'a>)],
+    /// Whether rows of out that no head selects become 0; otherwise they keep what is there.
+    pub clears: bool,
     /// How long an exchange may wait for another rank.
     pub deadline: Duration,
 }
@@ -204,7 +206,7 @@ impl DeviceTensors<'_> {
                 }
             }
         }
-        rank.begin(kernel)?;
+        rank.begin(kernel, self.call.clears)?;
         for (id, tensor, runs) in copied {
             let from = self.buffer(tensor, 0, tensor.extent())?;
             for block in blocks(tensor, &runs) {

@@ -40,6 +40,7 @@ impl Attention<CudaKernel> {
             plan: &plan,
             inputs,
             outputs,
+            clears: true,
             deadline: self.settings.deadline,
         };
         let EnqueueReport { trace, memory } = call.run_reported(stream)?;

@@ -37,6 +37,7 @@ def patch(
     *,
     misplaced: str = "refuse",
     mixing_gradient: str = "detached",
+    deterministic: Optional[bool] = None,
     group: Any = None,
     sharding: Optional[str] = None,
 ) -> Patch:
@@ -50,6 +51,9 @@ def patch(
     mixing_gradient
         ``"detached"`` (default): the weights that mix branches have no gradient, as in torchscale.
         ``"exact"``: the derivative of what was computed, which a GPU computes faster.
+    deterministic
+        Whether a GPU sums gradients in a fixed order, so that their bits repeat. None (default): as
+        ``torch.use_deterministic_algorithms`` says.
     group, sharding
         With a sharding (``"contiguous"``, ``"zigzag"``, ...), the rows that the model gets are
         those of one process of ``group`` (default: all processes), and attention is over the rows
@@ -80,7 +84,7 @@ def patch(
     for name, module in found.items():
         if isinstance(module.__dict__.get("forward"), _Forward):
             raise ValueError(f"{name or 'the model'} is patched already; call unpatch() first")
-    made = Patch(found, _Settings(misplaced, group, sharding, mixing_gradient))
+    made = Patch(found, _Settings(misplaced, group, sharding, mixing_gradient, deterministic))
     for module in found.values():
         module.forward = _Forward(module, made)
     return made
@@ -97,6 +101,7 @@ class _Settings(NamedTuple):
     group: Any
     sharding: Optional[str]
     mixing_gradient: str
+    deterministic: Optional[bool]
 
 
 class Patch:
@@ -226,7 +231,7 @@ class _Forward:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float
     ) -> Tensor:
-        misplaced, group, sharding, _ = self._patch._settings
+        misplaced, group, sharding, *_ = self._patch._settings
         options = {**self._options(causal), **self._lengths(q), "dropout": dropout}
         if sharding is not None:
             from encke.distributed import ring_attention
@@ -240,6 +245,9 @@ class _Forward:
     def _options(self, causal: bool) -> dict[str, Any]:
         """The pattern of the module."""
         arguments = self._module.args
+        deterministic = self._patch._settings.deterministic
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
         return dict(
             segment_lengths=[int(length) for length in arguments.segment_length],
             dilation_rates=[int(rate) for rate in arguments.dilated_ratio],
@@ -247,6 +255,7 @@ class _Forward:
             offsets="head-block",
             mixing_gradient=self._patch._settings.mixing_gradient,
             padding="torchscale",
+            deterministic=deterministic,
             causal=causal,
         )
 

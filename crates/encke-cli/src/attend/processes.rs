@@ -314,7 +314,7 @@ fn dsinks(
 fn an_output(request: &Request) -> Role {
     match request.pass {
         Pass::Forward => Role::Out,
-        Pass::Backward { .. } => Role::Dq,
+        Pass::Backward { .. } | Pass::BackwardByBranch => Role::Dq,
     }
 }
 

@@ -250,7 +250,7 @@ fn add_extra_terms(
     let (request, sinks) = (plan.request(), inputs.sinks.as_deref());
     let rows = ExtraTermRows { sinks, request };
     match (request.pass, dsinks) {
-        (Pass::Backward { .. }, None) => Ok(()),
+        (Pass::Backward { .. }, None) | (Pass::BackwardByBranch, _) => Ok(()),
         (Pass::Backward { dlse }, Some(file)) => {
             let mut sums = vec![0.0; request.shape.heads];
             for rank in 0..plan.ranks() {
@@ -291,7 +291,7 @@ fn pass<K: Kernel>(
     let begin = Instant::now();
     let (name, mut gradient_sums) = match plan.request().pass {
         Pass::Forward => ("forward", None),
-        Pass::Backward { .. } => {
+        Pass::Backward { .. } | Pass::BackwardByBranch => {
             let sums = GradientFile::new(output.scratch_file()?, plan.request())?;
             ("backward", Some(sums))
         }

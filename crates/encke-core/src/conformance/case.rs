@@ -6,7 +6,7 @@
 //! The decision here: values are rounded when they are drawn, so the kernel and the oracle compute
 //! with exactly the same inputs, whatever type each stores them in.
 
-use super::layout::{Layout, RowCounts, shuffled};
+use super::layout::{GAP, Layout, RowCounts, shuffled};
 use super::masks;
 use super::random::Random;
 use super::suite::KernelSuite;
@@ -42,7 +42,36 @@ pub(super) struct Case {
     pub dout: Vec<f64>,
     pub dlse: Vec<f64>,
     pub dq: Vec<f64>,
+    pub delta: Option<DeltaPlace>,
     pub parts: Vec<CaseJob>,
+}
+
+/// Where a case with addresses of its own for delta has it.
+#[derive(Debug, Clone)]
+pub(super) struct DeltaPlace {
+    /// Elements of the buffer, gaps included.
+    elements: usize,
+    /// The address of each cell, and that of its delta.
+    of_cells: Vec<(usize, usize)>,
+}
+
+impl DeltaPlace {
+    fn new(cells: &Layout, delta: &Layout) -> DeltaPlace {
+        let both = cells.addresses.iter().zip(&delta.addresses);
+        DeltaPlace {
+            elements: delta.elements,
+            of_cells: both.map(|(cell, delta)| (*cell, *delta)).collect(),
+        }
+    }
+
+    /// The buffer, from the delta of each cell.
+    pub fn buffer(&self, of_cells: &[f64]) -> Vec<f64> {
+        let mut buffer = vec![GAP; self.elements];
+        for &(cell, delta) in &self.of_cells {
+            buffer[delta] = of_cells[cell];
+        }
+        buffer
+    }
 }
 
 /// Addresses of one (query, key) pair.
@@ -70,6 +99,11 @@ impl Case {
         let own = shuffled(&mut random, sizes.heads);
         let q = Layout::new(&mut random, rows, &own, sizes.dim);
         let cells = Layout::new(&mut random, rows, &own, 1);
+        let mut of_delta = Random::new(seed ^ 0xde17a);
+        let delta = of_delta.once_in(3).then(|| {
+            let heads = shuffled(&mut of_delta, sizes.heads);
+            Layout::new(&mut of_delta, rows, &heads, 1)
+        });
         let dq = random.once_in(2).then(|| {
             let heads = shuffled(&mut random, sizes.heads);
             Layout::new(&mut random, rows, &heads, sizes.dim)
@@ -84,6 +118,7 @@ impl Case {
             queries: (random.below(positions), random.pick(&[1, 1, 2, 3])),
             q: &q.operand,
             cells: &cells.operand,
+            delta: delta.as_ref().map(|layout| &layout.operand),
             dq: dq.as_ref().map(|layout| &layout.operand),
         };
         let count = random.pick(&[1, 2, 2, 3, 4]);
@@ -108,6 +143,7 @@ impl Case {
             dout,
             dlse,
             dq: gradient,
+            delta: delta.map(|delta| DeltaPlace::new(&cells, &delta)),
             parts,
         }
     }
@@ -281,6 +317,7 @@ struct QueryOperands<'a> {
     queries: (usize, usize),
     q: &'a Operand,
     cells: &'a Operand,
+    delta: Option<&'a Operand>,
     dq: Option<&'a Operand>,
 }
 
@@ -330,6 +367,7 @@ fn part(
         q: thin(shared.q),
         k: k.operand.clone(),
         cells: thin(shared.cells),
+        delta: shared.delta.map(thin),
         dq: shared.dq.map(thin),
         mask: band.map(Mask::Band),
         transform: None,

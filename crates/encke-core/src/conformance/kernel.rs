@@ -169,7 +169,11 @@ impl<K: Kernel> KernelBench<'_, K> {
         let sum = self.dtype.sum();
         let q = self.put(self.dtype, &case.q)?;
         let dout = self.put(self.dtype, &case.dout)?;
-        let (lse, delta) = (self.put(sum, &results.lse)?, self.put(sum, &results.delta)?);
+        let delta = match &case.delta {
+            Some(place) => &place.buffer(&results.delta),
+            None => &results.delta,
+        };
+        let (lse, delta) = (self.put(sum, &results.lse)?, self.put(sum, delta)?);
         let mut dq = self.put(sum, &case.dq)?;
         let mut keys = Vec::new();
         for part in &case.parts {

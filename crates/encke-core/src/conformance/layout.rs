@@ -19,7 +19,7 @@ pub(super) struct Layout {
     /// Elements of the buffer, gaps included.
     pub elements: usize,
     /// All addresses of the operand.
-    addresses: Vec<usize>,
+    pub addresses: Vec<usize>,
     unit: usize,
 }
 

@@ -175,6 +175,7 @@ fn job(queries: usize, keys: usize, dim: usize, scale: f64) -> Job {
         q: rows(dim),
         k: rows(dim),
         cells: rows(1),
+        delta: None,
         dq: None,
         mask: None,
         transform: None,

@@ -7,7 +7,7 @@ use super::position::RingPair;
 use super::program::{BufferId, Component, Fill, RankPlan, Role, Task};
 use super::progress::ShardProgress;
 use super::reduce::{DKV, DQ, ReducePath};
-use super::request::Queries;
+use super::request::{Pass, Queries};
 use super::rings::Rotating;
 use super::rotation::RotatingTensor;
 use super::schedule::Schedule;
@@ -18,7 +18,7 @@ use crate::sharding::Run;
 
 pub(super) fn program(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     match plan.request.queries {
-        Queries::Sharded => match plan.request.schedule.backward {
+        Queries::Sharded => match plan.request.rotating() {
             Rotating::Keys => rotating_keys(plan, rank, dlse, None),
             Rotating::Queries => rotating_queries(plan, rank, dlse),
         },
@@ -58,22 +58,26 @@ impl BackwardBuffers {
         let q = b.resident("q", Component::Queries, dtype, rows, Width::Query);
         let k = b.resident("k", Component::OwnKv, dtype, own, Width::Key);
         let v = b.resident("v", Component::OwnKv, dtype, own, Width::Value);
-        let out = b.resident("out", Component::Output, out_dtype, rows, Width::WideCell);
+        let by_branch = request.pass == Pass::BackwardByBranch;
+        let out = (!by_branch)
+            .then(|| b.resident("out", Component::Output, out_dtype, rows, Width::WideCell));
         let lse = b.resident("lse", Component::Output, sum, rows, Width::Cell);
         let dout = b.resident("dout", Component::Upstream, dtype, rows, Width::WideCell);
         let dlse =
             with_dlse.then(|| b.resident("dlse", Component::Upstream, sum, rows, Width::Cell));
-        let delta = b.resident("delta", Component::Upstream, sum, rows, Width::Cell);
+        let delta_width = if by_branch { Width::Delta } else { Width::Cell };
+        let delta = b.resident("delta", Component::Upstream, sum, rows, delta_width);
         let dq = b.resident("dq", Component::Gradients, sum, b.query_rows, Width::Query);
         let dk = b.resident("dk", Component::Gradients, sum, own, Width::Key);
         let dv = b.resident("dv", Component::Gradients, sum, own, Width::Value);
 
         let of_queries = [
             (Role::Q, Some(q)),
-            (Role::Out, Some(out)),
+            (Role::Out, out),
             (Role::Lse, Some(lse)),
             (Role::Dout, Some(dout)),
             (Role::Dlse, dlse),
+            (Role::Delta, by_branch.then_some(delta)),
         ];
         for (role, buffer) in of_queries {
             if let Some(buffer) = buffer {
@@ -87,14 +91,14 @@ impl BackwardBuffers {
             for buffer in [dq, dk, dv] {
                 b.fill(0, buffer, Fill::Zero);
             }
-            b.round(0).before.push(Task::Delta {
+            b.round(0).before.extend(out.map(|out| Task::Delta {
                 cells: request.shape.batch * rows * plan.slots,
                 dim: request.shape.value_dim,
                 out,
                 dout,
                 dlse,
                 delta,
-            });
+            }));
         }
         BackwardBuffers {
             q,
@@ -162,6 +166,7 @@ pub(super) fn own_queries(b: &ProgramBuilder<'_>) -> QueryRows {
     QueryRows {
         q: b.own(Width::Query),
         cells: b.own(Width::Cell),
+        delta: (b.plan.request.pass == Pass::BackwardByBranch).then(|| b.own(Width::Delta)),
         dq: None,
     }
 }
@@ -301,6 +306,7 @@ fn replicated(plan: &Plan, rank: usize, dlse: bool) -> RankPlan {
     let at = QueryRows {
         q: b.among_all(rank),
         cells: b.among_all(rank),
+        delta: None,
         dq: Some(b.own(Width::Query)),
     };
     b.local_jobs(at, |job| own.task(job));

@@ -165,7 +165,7 @@ impl Plan {
         let gradients = match request.pass {
             Pass::Forward => 0,
             // Gradients go round too, with one more hop back to their owner.
-            Pass::Backward { .. } => self.ranks() * usize::from(hops > 0),
+            Pass::Backward { .. } | Pass::BackwardByBranch => self.ranks() * usize::from(hops > 0),
         };
         Ok(Explanation {
             lanes: self.lanes.clone(),
@@ -271,10 +271,7 @@ impl Explanation {
             redundancy,
             ..
         } = &self.request;
-        let direction = match pass {
-            Pass::Forward => "forward",
-            Pass::Backward { .. } => "backward",
-        };
+        let direction = pass.name();
         let held = match queries {
             Queries::Sharded => "sharded queries",
             Queries::Replicated => "replicated queries",

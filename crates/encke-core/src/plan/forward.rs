@@ -80,6 +80,7 @@ pub(super) fn sharded(plan: &Plan, rank: usize, progress: Option<&[ShardProgress
     let at = QueryRows {
         q: b.own(Width::Query),
         cells: b.own(Width::Cell),
+        delta: None,
         dq: None,
     };
     let starts = progress.is_none_or(|progress| !progress[rank].begun);
@@ -157,6 +158,7 @@ fn replicated(plan: &Plan, rank: usize) -> RankPlan {
     let at = QueryRows {
         q: b.among_all(rank),
         cells: b.own(Width::Cell),
+        delta: None,
         dq: None,
     };
     let forward = |job, carry| Task::Forward {

@@ -47,6 +47,7 @@ impl HeadShare {
             Width::Key | Width::Value => self.kv_heads.clone().collect(),
             Width::Query => self.heads.clone().collect(),
             Width::Cell | Width::WideCell => self.slots.clone(),
+            Width::Delta => unreachable!("ranks that divide heads are given no deltas"),
         }
     }
 }
@@ -83,6 +84,7 @@ fn share(request: &Request, lanes: &[Lane], sharding: &Sharding, index: usize) -
             head: of.head - heads.start,
             kv_head: of.kv_head - kv_heads.start,
             slot: slots.partition_point(|slot| *slot < of.slot),
+            delta_slot: of.delta_slot,
         });
         let kept = lane.kv_heads.iter().filter(|head| kv_heads.contains(head));
         Lane {

@@ -17,11 +17,13 @@ use crate::job::{Job, Operand};
 use crate::pattern::Lane;
 use crate::rows::{Rows, Segments};
 
-/// Where the rows of one rank's queries are: in q, in cells, and in dq if that layout differs.
+/// Where the rows of one rank's queries are: in q, in cells, and in delta and dq if these layouts
+/// differ.
 #[derive(Clone, Copy)]
 pub(super) struct QueryRows {
     pub q: Resident,
     pub cells: Resident,
+    pub delta: Option<Resident>,
     pub dq: Option<Resident>,
 }
 
@@ -242,13 +244,17 @@ impl ProgramBuilder<'_> {
     ) -> Option<Job> {
         let plan = self.plan;
         let resident = |at: Resident, width: Width| plan.resident(lane, q_rows, at, width);
-        plan.job(
+        let job = plan.job(
             lane,
             segments,
             (q_rows, resident(at.q, Width::Query)),
             keys,
             resident(at.cells, Width::Cell),
             at.dq.map(|at| resident(at, Width::Query)),
-        )
+        );
+        job.map(|job| Job {
+            delta: at.delta.map(|at| resident(at, Width::Delta)),
+            ..job
+        })
     }
 }

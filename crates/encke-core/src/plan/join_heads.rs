@@ -38,7 +38,10 @@ fn join(own: &Job, next: &Job) -> Option<Job> {
     if !differ_in_heads_only(own, next) {
         return None;
     }
-    let dq = own.dq.as_ref().zip(next.dq.as_ref());
+    let optional = |own: &Option<Operand>, next: &Option<Operand>| {
+        let both = own.as_ref().zip(next.as_ref());
+        both.map(|(own, next)| with_heads(own, next))
+    };
     let slopes = |own: &Arc<[f64]>| {
         let next = next.transform.iter().flat_map(|of| of.slopes.as_deref());
         own.iter().chain(next.flatten()).copied().collect()
@@ -52,7 +55,8 @@ fn join(own: &Job, next: &Job) -> Option<Job> {
         q: with_heads(&own.q, &next.q),
         k: with_heads(&own.k, &next.k),
         cells: with_heads(&own.cells, &next.cells),
-        dq: dq.map(|(own, next)| with_heads(own, next)),
+        delta: optional(&own.delta, &next.delta),
+        dq: optional(&own.dq, &next.dq),
         transform,
         ..own.clone()
     };
@@ -66,8 +70,8 @@ fn differ_in_heads_only(job: &Job, next: &Job) -> bool {
     };
     let strides = |of: &Operand| (of.batch, of.segment, of.row);
     let operands = |of: &Job| {
-        let dq = of.dq.as_ref().map(strides);
-        ([&of.q, &of.k, &of.cells].map(strides), dq)
+        let optional = [&of.delta, &of.dq].map(|of| of.as_ref().map(strides));
+        ([&of.q, &of.k, &of.cells].map(strides), optional)
     };
     sizes(job) == sizes(next)
         && operands(job) == operands(next)

@@ -38,6 +38,7 @@ impl Plan {
             Width::Key | Width::Value => shape.kv_heads,
             Width::Query => shape.heads,
             Width::Cell | Width::WideCell => self.slots,
+            Width::Delta => self.delta_slots(),
         };
         heads * width.of_head(shape)
     }
@@ -278,6 +279,7 @@ impl Plan {
             q,
             k,
             cells,
+            delta: None,
             dq,
             mask,
             transform,

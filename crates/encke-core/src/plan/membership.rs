@@ -149,8 +149,8 @@ impl Epoch {
                 parcel.is_some_and(|parcel| parcel.first <= distance)
             });
             progress.seen.extend(seen.map(|distance| (index, distance)));
-            if let (Pass::Backward { .. }, Some(parcel)) =
-                (self.plan.request.pass, &ring.parcels[member])
+            if self.plan.request.pass != Pass::Forward
+                && let Some(parcel) = &ring.parcels[member]
             {
                 // Sent in the round after their own, added in the one after that.
                 let gathered = parcel.first..=parcel.last;
@@ -180,6 +180,7 @@ impl Epoch {
             _ if !planned => tile_order::program(&self.plan, shard, false),
             Pass::Forward => forward::sharded(&self.plan, shard, progress),
             Pass::Backward { dlse } => backward::rotating_keys(&self.plan, shard, dlse, progress),
+            Pass::BackwardByBranch => backward::rotating_keys(&self.plan, shard, false, progress),
         });
         let kept = self.plan.kept(rank);
         let kept = kept.filter(|shard| self.hosts[*shard] != Some(rank));

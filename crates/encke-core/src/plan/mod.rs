@@ -72,6 +72,7 @@ impl Plan {
             }
             Pass::Forward => forward::program(self, rank),
             Pass::Backward { dlse } => backward::program(self, rank, dlse),
+            Pass::BackwardByBranch => backward::program(self, rank, false),
         })
     }
 

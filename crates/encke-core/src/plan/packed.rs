@@ -56,15 +56,20 @@ impl OpenJob {
         }
         let queries = last.queries.end;
         let ahead = [(&job.q, &next.q), (&job.cells, &next.cells)];
-        let dq = match (&job.dq, &next.dq) {
-            (None, None) => None,
-            (Some(own), Some(next)) => Some((own, next)),
-            _ => return None,
-        };
+        let optional = [(&job.delta, &next.delta), (&job.dq, &next.dq)];
+        if optional
+            .iter()
+            .any(|(own, next)| own.is_some() != next.is_some())
+        {
+            return None;
+        }
+        let optional = optional
+            .into_iter()
+            .filter_map(|(own, next)| own.as_ref().zip(next.as_ref()));
         let follows =
             |(own, next): (&Operand, &Operand)| rows_between(own, next, job.batch) == Some(queries);
         let keys = rows_between(&job.k, &next.k, job.batch)?;
-        let fits = ahead.into_iter().chain(dq).all(follows) && keys >= last.keys.end;
+        let fits = ahead.into_iter().chain(optional).all(follows) && keys >= last.keys.end;
         fits.then(|| [queries..queries + next.queries, keys..keys + next.keys])
     }
 

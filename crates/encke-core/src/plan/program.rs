@@ -404,6 +404,8 @@ pub enum Role {
     Lse,
     Dout,
     Dlse,
+    /// The deltas of branches.
+    Delta,
     Dq,
     Dk,
     Dv,

@@ -46,6 +46,20 @@ pub enum Pass {
         /// Whether the lse has an upstream gradient too.
         dlse: bool,
     },
+    /// q, k, v, lse, dout and the delta of each branch to dq, dk, dv. Where mixing weights are
+    /// constants, the weights of a branch are those of the softmax over all branches, but its delta
+    /// is dout·out − dlse with the branch's own out.
+    BackwardByBranch,
+}
+
+impl Pass {
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Pass::Forward => "forward",
+            Pass::Backward { .. } | Pass::BackwardByBranch => "backward",
+        }
+    }
 }
 
 /// Everything a plan depends on.
@@ -196,6 +210,7 @@ impl Request {
         match (self.queries, self.pass) {
             (Queries::Sharded, Pass::Forward) => Rotating::Keys,
             (Queries::Sharded, Pass::Backward { .. }) => self.schedule.backward,
+            (Queries::Sharded, Pass::BackwardByBranch) => Rotating::Keys,
             (Queries::Replicated, _) => Rotating::Queries,
         }
     }
@@ -230,7 +245,37 @@ impl Request {
         }
         self.check_nodes()?;
         self.check_heads()?;
+        self.check_deltas()?;
         self.check_bits()
+    }
+
+    /// Refuses what cannot be given the deltas of branches: they stay with the queries.
+    fn check_deltas(&self) -> Result<()> {
+        let refusals = [
+            (self.pattern.splits_slots(), "slots for each branch"),
+            (self.queries == Queries::Replicated, "replicated queries"),
+            (
+                self.schedule.backward == Rotating::Queries,
+                "rotating queries",
+            ),
+            (self.schedule.node > 1, "rings of two levels"),
+            (self.schedule.heads > 1, "ranks that divide heads"),
+            (self.redundancy > 0, "redundancy"),
+            (
+                self.bits.tile().is_some(),
+                "bits that do not depend on the ring",
+            ),
+        ];
+        let refused = refusals.into_iter().find(|(refused, _)| *refused);
+        match refused.filter(|_| self.pass == Pass::BackwardByBranch) {
+            None => Ok(()),
+            Some((_, other)) => Err(Error::Excludes {
+                one: "a delta for each branch",
+                other,
+                reason: "deltas stay with the queries of one softmax; differentiate branch by \
+                         branch",
+            }),
+        }
     }
 
     /// Refuses what a schedule of two levels does not do.

@@ -38,6 +38,7 @@ pub(super) fn program(plan: &Plan, rank: usize, first_epoch: bool) -> RankPlan {
             Rotating::Keys => tile_gradients::travelling(plan, rank, dlse, first_epoch),
             Rotating::Queries => tile_gradients::at_home(plan, rank, dlse),
         },
+        Pass::BackwardByBranch => unreachable!("a request on a grid is given no deltas"),
     }
 }
 

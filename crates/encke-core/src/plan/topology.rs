@@ -152,6 +152,13 @@ impl Plan {
         self.slots
     }
 
+    /// Slots of the deltas of branches; see
+    /// [`Pattern::delta_slots`](crate::Pattern::delta_slots).
+    pub fn delta_slots(&self) -> usize {
+        let heads = self.lanes.iter().flat_map(|lane| &lane.heads);
+        heads.map(|head| head.delta_slot + 1).max().unwrap_or(0)
+    }
+
     /// The rings in which parcels rotate.
     pub fn rings(&self) -> &[Ring] {
         &self.rings
@@ -206,6 +213,11 @@ impl Plan {
             inputs.push((Role::Lse, "lse", sum, Width::Cell));
             inputs.push((Role::Dout, "dout", dtype, Width::WideCell));
             inputs.extend(dlse.then_some((Role::Dlse, "dlse", sum, Width::Cell)));
+        }
+        if self.request.pass == Pass::BackwardByBranch {
+            inputs.push((Role::Lse, "lse", sum, Width::Cell));
+            inputs.push((Role::Dout, "dout", dtype, Width::WideCell));
+            inputs.push((Role::Delta, "delta", sum, Width::Delta));
         }
         inputs
     }

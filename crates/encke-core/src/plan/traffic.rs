@@ -63,6 +63,7 @@ impl Plan {
         let all_gathered = |width: Width| (self.ranks() - 1) * rows * self.resident_width(width);
         match (request.queries, request.pass) {
             (Queries::Sharded, Pass::Forward) => rotated(&keys),
+            (Queries::Sharded, Pass::BackwardByBranch) => rotated(&keys) + reduced(&DKV),
             (Queries::Sharded, Pass::Backward { .. }) => match request.schedule.backward {
                 Rotating::Keys => rotated(&keys) + reduced(&DKV),
                 Rotating::Queries => rotated(&queries) + reduced(&DQ),
@@ -71,7 +72,7 @@ impl Plan {
                 let out = all_gathered(Width::WideCell) * request.out_dtype().bytes();
                 reduced(&CARRY) + out + all_gathered(Width::Cell) * sum
             }
-            (Queries::Replicated, Pass::Backward { .. }) => {
+            (Queries::Replicated, Pass::Backward { .. } | Pass::BackwardByBranch) => {
                 reduced(&DQ) + all_gathered(Width::Query) * sum
             }
         }

@@ -18,16 +18,19 @@ pub(super) enum Width {
     Cell,
     /// `value_dim` elements for each slot.
     WideCell,
+    /// One element for each slot of the deltas of branches.
+    Delta,
 }
 
 impl Width {
     /// All of them, in the order of their declaration.
-    const ALL: [Width; 5] = [
+    const ALL: [Width; 6] = [
         Width::Key,
         Width::Value,
         Width::Query,
         Width::Cell,
         Width::WideCell,
+        Width::Delta,
     ];
 
     /// Whether its rows are those of keys; otherwise those of queries.
@@ -40,7 +43,7 @@ impl Width {
         match self {
             Width::Key | Width::Query => shape.dim,
             Width::Value | Width::WideCell => shape.value_dim,
-            Width::Cell => 1,
+            Width::Cell | Width::Delta => 1,
         }
     }
 }
@@ -49,8 +52,8 @@ impl Width {
 /// jobs of the lane share the lists.
 #[derive(Debug, Clone)]
 pub(super) struct HeadAddresses {
-    resident: [Arc<[usize]>; 5],
-    packed: [Arc<[usize]>; 5],
+    resident: [Arc<[usize]>; 6],
+    packed: [Arc<[usize]>; 6],
 }
 
 impl HeadAddresses {
@@ -60,6 +63,7 @@ impl HeadAddresses {
                 Width::Key | Width::Value => head.kv_head,
                 Width::Query => head.head,
                 Width::Cell | Width::WideCell => head.slot,
+                Width::Delta => head.delta_slot,
             };
             let heads = lane.heads.iter();
             heads

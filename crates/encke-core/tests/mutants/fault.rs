@@ -39,6 +39,8 @@ pub enum KernelFault {
     DkOverwritten,
     /// dq is written at the addresses of q, even if the job has others.
     DqWhereQIs,
+    /// delta is read at the addresses of the other cells, even if the job has others.
+    DeltaWhereCellsAre,
     /// One row too many is written.
     OneRowPast,
     /// Masked keys contribute with a weight of 0, and 0 times infinity is NaN.
@@ -100,7 +102,7 @@ pub enum KernelFault {
 }
 
 /// All faults but `None`.
-pub const FAULTS: [KernelFault; 46] = [
+pub const FAULTS: [KernelFault; 47] = [
     KernelFault::CausalSignFlipped,
     KernelFault::CausalOnIndices,
     KernelFault::CausalIgnored,
@@ -118,6 +120,7 @@ pub const FAULTS: [KernelFault; 46] = [
     KernelFault::DqOverwritten,
     KernelFault::DkOverwritten,
     KernelFault::DqWhereQIs,
+    KernelFault::DeltaWhereCellsAre,
     KernelFault::OneRowPast,
     KernelFault::MaskedKeysPoison,
     KernelFault::MaskedQueriesPoison,

@@ -41,12 +41,9 @@ fn cells(job: &Job, more: usize) -> Vec<usize> {
     cells
 }
 
-fn clone(carry: &Carry<Data>) -> Carry<Data> {
-    Carry {
-        acc: carry.acc.clone(),
-        m: carry.m.clone(),
-        l: carry.l.clone(),
-    }
+fn clone(Carry { acc, m, l }: &Carry<Data>) -> Carry<Data> {
+    let [acc, m, l] = [acc, m, l].map(Data::clone);
+    Carry { acc, m, l }
 }
 
 fn reset(carry: &mut Carry<Data>, cells: &[usize], dim: usize) {
@@ -408,9 +405,15 @@ impl Kernel for KernelMutant {
         if self.0 == KernelFault::EmptyRowsContribute {
             lse.iter_mut().for_each(|x| *x = x.max(-1e3));
         }
-        let lse = Data::from_f64(upstream.lse.dtype(), &lse);
+        let mut delta = upstream.delta.to_f64();
+        if self.0 == KernelFault::DeltaWhereCellsAre {
+            // As above, for the addresses of cells.
+            delta.resize(delta.len().max(lse.len()), 0.0);
+        }
+        let [lse, delta] = [lse, delta].map(|of| Data::from_f64(upstream.lse.dtype(), &of));
         let upstream = Upstream {
             lse: lse.as_slice(),
+            delta: delta.as_slice(),
             ..upstream
         };
         let grown = Gradients {

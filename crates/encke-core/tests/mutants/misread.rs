@@ -31,6 +31,7 @@ pub fn misread(fault: KernelFault, job: &Job, pass: Pass) -> Job {
             job.k.heads = job.k.heads.iter().rev().copied().collect();
         }
         (KernelFault::DqWhereQIs, _) => job.dq = None,
+        (KernelFault::DeltaWhereCellsAre, _) => job.delta = None,
         (KernelFault::WindowLongerOnTheLeft, None) => change_windows(&mut job, |window| Window {
             left: window.left.map(|left| left + 1),
             ..window

@@ -55,7 +55,7 @@ fn assert_complete(world: &LabelCall) {
     let [of_queries, of_keys] = expected(request);
     match request.pass {
         Pass::Forward => assert_eq!(world.output(Role::Out, shape.heads), of_queries),
-        Pass::Backward { .. } => {
+        Pass::Backward { .. } | Pass::BackwardByBranch => {
             assert_eq!(world.output(Role::Dq, shape.heads), of_queries);
             assert_eq!(world.output(Role::Dk, shape.kv_heads), of_keys);
             assert_eq!(world.output(Role::Dv, shape.kv_heads), of_keys);

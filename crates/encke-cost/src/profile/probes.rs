@@ -123,6 +123,7 @@ fn job(sizes: ProbeSizes, shape: ProbeShape, (token, head): (usize, usize), caus
         q: operand(sizes.dim),
         k: operand(sizes.dim),
         cells: operand(1),
+        delta: None,
         dq: None,
         mask: causal.then_some(Mask::Band(mask)),
         transform: None,

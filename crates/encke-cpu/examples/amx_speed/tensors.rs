@@ -46,6 +46,7 @@ pub fn job(tokens: usize, heads: usize, dim: usize, causal: bool) -> Job {
         q: operand(dim),
         k: operand(dim),
         cells: operand(1),
+        delta: None,
         dq: None,
         mask: causal.then_some(Mask::Band(mask)),
         transform: None,

@@ -56,7 +56,7 @@ pub(crate) const TILE: [usize; 2] = [pack::WIDTH; 2];
 pub fn workspace_bytes<N: TileElement>(job: &Job, pass: Pass) -> usize {
     let task = match pass {
         Pass::Forward => forward::scratch_bytes::<N>(job),
-        Pass::Backward { .. } => backward::scratch_bytes::<N>(job),
+        Pass::Backward { .. } | Pass::BackwardByBranch => backward::scratch_bytes::<N>(job),
     };
     encke_pool::threads() * task
 }

@@ -73,6 +73,7 @@ fn job(queries: usize, keys: usize, heads: usize, dim: usize, causal: Option<Ban
         q: operand(dim, (0..heads).collect()),
         k: operand(dim, (0..heads).map(|head| head / 2).collect()),
         cells: operand(1, (0..heads).collect()),
+        delta: None,
         dq: None,
         mask: causal.map(Mask::Band),
         transform: None,

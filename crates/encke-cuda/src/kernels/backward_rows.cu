@@ -154,9 +154,8 @@ backward_rows(const __grid_constant__ BackwardRows w) {
             b = (int)(outer / job.heads / job.segments);
   float lse = neg_inf(), delta = 0.f;
   if (row < job.queries) {
-    const i64 cell = at(job.cells, b, s, row, h);
-    lse = w.lse[cell];
-    if (lse != neg_inf()) delta = w.delta[cell];
+    lse = w.lse[at(job.cells, b, s, row, h)];
+    if (lse != neg_inf()) delta = w.delta[at(job.delta, b, s, row, h)];
   }
   const bool empty = lse == neg_inf();
   const bool finite = is_finite(lse) && is_finite(delta);

@@ -16,7 +16,7 @@ typedef long long i64;
 struct OperandParams { i64 offset, batch, segment, row, unit; const i64* heads; };
 
 struct JobParams {
-  OperandParams q, k, cells, dq;
+  OperandParams q, k, cells, delta, dq;
   i64 query, query_step, key, key_step;   // positions, when `causal`
   int batch, segments, queries, keys, heads, dim, causal, value_dim;
   double scale, gain;
@@ -48,7 +48,7 @@ struct MaskParams {
 };
 
 // A test in src/abi.rs asserts the same sizes on the host.
-static_assert(sizeof(OperandParams) == 48 && sizeof(JobParams) == 272 &&
+static_assert(sizeof(OperandParams) == 48 && sizeof(JobParams) == 320 &&
                   sizeof(BlockParams) == 120 && sizeof(PieceParams) == 64 &&
                   sizeof(MaskParams) == 152,
     "src/abi.rs has another layout");

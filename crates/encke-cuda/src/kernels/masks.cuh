@@ -54,7 +54,7 @@ DEV Range queries_of(const PieceParams& p, int j) {
 #if MASKED
 // As `MaskedJobParams` in src/abi.rs.
 struct Job : JobParams { MaskParams mask; };
-static_assert(sizeof(Job) == 424, "src/abi.rs has another layout");
+static_assert(sizeof(Job) == 472, "src/abi.rs has another layout");
 DEV int value_dim(const Job& job) { return job.mask.value_dim; }
 DEV const OperandParams& values(const Job& job) { return job.mask.v; }
 DEV const PieceParams& piece_at(const Job& job, i64 entry) { return job.mask.pieces[entry >> 32]; }

@@ -81,7 +81,7 @@ DEV void load_block(const Job& job, const Operands& from, const TileOrigin& orig
     const i64 cell = real ? at(job.cells, b, s, first + i, h) : 0;
     copy4(lse_at(to, i), from.lse + cell,
         real);   // out of bounds: lse 0, multiplied by rows of zeros
-    copy4(delta_at(to, i), from.delta + cell, real);
+    copy4(delta_at(to, i), from.delta + (real ? at(job.delta, b, s, first + i, h) : 0), real);
   }
 #if DROPOUT
   for (int n = threadIdx.x; n < BLOCK * COIN_WORDS; n += THREADS) {

@@ -156,7 +156,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const i64 cell = real ? at(job.cells, b, s, query + row, h) : 0;
     const Range seen = real ? visible_keys(job, origin, query + row) : Range{0, 0};
     store_shared(lse_at(row), (u32)__float_as_int(real ? lse[cell] * (float)LOG2_E : 0.f));
-    store_shared(delta_at(row), (u32)__float_as_int(real ? delta[cell] : 0.f));
+    const i64 of_delta = real ? at(job.delta, b, s, query + row, h) : 0;
+    store_shared(delta_at(row), (u32)__float_as_int(real ? delta[of_delta] : 0.f));
     store_shared(seen_at(row), (u32)seen.end);
 #if MASKED
     store_shared(unseen_at(row), (u32)seen.start);

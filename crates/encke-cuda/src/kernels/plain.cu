@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(TILE* TILE, 1) plain_dq(const T* q,
     const Range seen = own == neg_inf() ? Range{0, 0} : visible_keys(job, p, row),
                 streamed = {visible_keys(job, p, p.first).start, visible_keys(job, p, last).end};
     const bool any = seen.start < seen.end;
-    A shift = any ? delta[cell] : (A)0, g[COLUMNS];
+    A shift = any ? delta[at(job.delta, p.batch, p.segment, row, p.head)] : (A)0, g[COLUMNS];
     #pragma unroll
     for (int n = 0; n < COLUMNS; n++) g[n] = 0;
     __syncthreads();
@@ -315,7 +315,8 @@ extern "C" __global__ void __launch_bounds__(TILE* TILE, 1)
           A own = i < streamed.end ? lse[cell] : (A)neg_inf();
           s_lse[X] = own;
           s_seen[X] = own == neg_inf() ? Range{0, 0} : visible_keys(job, p, i);
-          s_delta[X] = i < streamed.end ? delta[cell] : (A)0;
+          s_delta[X] =
+              i < streamed.end ? delta[at(job.delta, p.batch, p.segment, i, head)] : (A)0;
         }
         __syncthreads();
         A weight = 0, ds = 0;

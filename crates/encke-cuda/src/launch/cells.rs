@@ -13,9 +13,10 @@ use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::program::Program;
 
-const THREADS: u32 = 256;
+pub(super) const THREADS: u32 = 256;
 const TEXTS: &[fn() -> String] = &[
     || include_str!("../kernels/element_types.cuh").into(),
+    || include_str!("../kernels/warp_rows.cuh").into(),
     || include_str!("../kernels/cells.cu").into(),
 ];
 
@@ -24,7 +25,7 @@ pub(crate) fn program(dtype: DType) -> Program {
 }
 
 /// Blocks for `cells` cells, one warp each.
-fn blocks(cells: usize) -> usize {
+pub(super) fn blocks(cells: usize) -> usize {
     cells.div_ceil(THREADS as usize / 32)
 }
 

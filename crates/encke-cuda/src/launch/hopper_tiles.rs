@@ -235,6 +235,7 @@ pub(crate) mod tests {
             q: operand.clone(),
             k: operand.clone(),
             cells: operand,
+            delta: None,
             dq: None,
             mask: causal.map(Mask::Band),
             transform: None,

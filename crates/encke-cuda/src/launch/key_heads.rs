@@ -76,6 +76,7 @@ pub(crate) mod tests {
             q: operand(&[0, 128, 256, 384]),
             k: operand(&[128, 0, 128, 0]),
             cells: operand(&[0, 1, 2, 3]),
+            delta: None,
             dq: None,
             mask: None,
             transform: None,

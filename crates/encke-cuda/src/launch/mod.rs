@@ -1,5 +1,6 @@
 //! How each kernel is launched: program, grid and arguments.
 
+pub(crate) mod branches;
 pub(crate) mod cells;
 mod chain;
 pub(crate) mod chain_queue;

@@ -378,6 +378,7 @@ mod tests {
             q: rows(heads * 128, (0..heads).map(|head| head * 128)),
             k: rows(kv_heads * 128, (0..heads).map(shared)),
             cells: rows(heads, 0..heads),
+            delta: None,
             dq: None,
             mask: None,
             transform: None,

@@ -46,6 +46,7 @@ fn job(queries: usize, causal: bool) -> Job {
         q: operand(HEADS * DIM, each(DIM)),
         k: operand(KEY_HEADS * DIM, shared.collect()),
         cells: operand(HEADS, each(1)),
+        delta: None,
         dq: None,
         mask: causal.then(|| Mask::Band(Band::causal((KEYS - queries, 1), (0, 1)))),
         transform: None,

@@ -99,7 +99,7 @@ impl PassTimes {
 fn operations(plan: &Plan) -> Result<f64> {
     let each = match plan.request().pass {
         Pass::Forward => 4,
-        Pass::Backward { .. } => 10,
+        Pass::Backward { .. } | Pass::BackwardByBranch => 10,
     };
     let mut pairs = 0;
     for rank in 0..plan.ranks() {

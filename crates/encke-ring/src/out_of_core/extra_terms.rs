@@ -133,7 +133,7 @@ impl<K: Kernel> ShardOutput<K> for WithExtraTerms<'_> {
                 let runs = stored_runs(request, rank, Role::Out);
                 self.terms.apply(&runs, self.source, self.sink)
             }
-            Pass::Backward { .. } => Ok(()),
+            Pass::Backward { .. } | Pass::BackwardByBranch => Ok(()),
         }
     }
 }

@@ -4,7 +4,7 @@
 use encke_core::Shape;
 use encke_core::kernel::Kernel;
 use encke_core::plan::program::{Port, Role};
-use encke_core::plan::{Queries, Request};
+use encke_core::plan::{Pass, Queries, Request};
 use encke_core::sharding::Run;
 
 use crate::error::{RankError, RingError};
@@ -18,7 +18,7 @@ use super::source::RowRange;
 /// Elements in a row of one head of a tensor.
 pub fn row_width(role: Role, shape: &Shape) -> usize {
     match role {
-        Role::Lse | Role::Dlse => 1,
+        Role::Lse | Role::Dlse | Role::Delta => 1,
         Role::V | Role::Dv | Role::Out | Role::Dout => shape.value_dim,
         Role::Q | Role::K | Role::Dq | Role::Dk | Role::Rows => shape.dim,
     }
@@ -43,6 +43,12 @@ pub(super) fn check_slots(request: &Request) -> Result<(), StreamError> {
             hint: "use group mode, or mix mode with exact gradients",
         });
     }
+    if request.pass == Pass::BackwardByBranch {
+        return Err(StreamError::Unsupported {
+            what: "a delta for each branch, whose rows are not heads",
+            hint: "differentiate branch by branch",
+        });
+    }
     Ok(())
 }
 
@@ -60,7 +66,7 @@ impl<'a, K: Kernel> ShardInput<'a, K> for RankRows<'_, K> {
     ) -> Result<BorrowedInputs<'a>, StreamError> {
         check_slots(request)?;
         let (number, shape) = (rank.plan().rank, &request.shape);
-        let begun = rank.begin(kernel);
+        let begun = rank.begin(kernel, true);
         begun.map_err(|source| RingError::of_rank(number, RankError::before_start(source)))?;
         for port in rank.plan().inputs.clone() {
             let (heads, width) = (heads(port.role, shape), row_width(port.role, shape));

@@ -1,6 +1,7 @@
 //! Tests of the ring against its plans and against the f64 reference.
 
 mod bits;
+mod branch_deltas;
 mod cache;
 mod calls;
 mod chunked_prefill;

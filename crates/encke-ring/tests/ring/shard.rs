@@ -47,7 +47,7 @@ fn run_apart(
     let mut outcomes = outcomes?;
     let roles: &[Role] = match request.pass {
         Pass::Forward => &[Role::Out, Role::Lse],
-        Pass::Backward { .. } => &[Role::Dq, Role::Dk, Role::Dv],
+        Pass::Backward { .. } | Pass::BackwardByBranch => &[Role::Dq, Role::Dk, Role::Dv],
     };
     let whole = |role: &Role| {
         let shards = outcomes

@@ -42,7 +42,7 @@ fn call<K: Kernel>(ring: &ThreadRing<K>, request: &Request) -> Result<Outcome, R
     ];
     let count = match request.pass {
         Pass::Forward => 3,
-        Pass::Backward { .. } => inputs.len(),
+        Pass::Backward { .. } | Pass::BackwardByBranch => inputs.len(),
     };
     ring.run(request, &inputs[..count])
 }

@@ -39,10 +39,13 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
         for (i, tile) in tiles.iter_mut().enumerate() {
             let first = rows.start + i * WIDTH;
             let count = WIDTH.min(rows.end - first);
-            let cells: [usize; WIDTH] = std::array::from_fn(|lane| {
-                let row = first + lane.min(count - 1);
-                job.cells.at(task.batch, task.segment, row, head)
-            });
+            let at = |operand: &Operand| -> [usize; WIDTH] {
+                std::array::from_fn(|lane| {
+                    let row = first + lane.min(count - 1);
+                    operand.at(task.batch, task.segment, row, head)
+                })
+            };
+            let cells = at(&job.cells);
             // A query with no visible key at all contributes nothing, even if its row is not
             // finite.
             let live: [bool; WIDTH] = std::array::from_fn(|lane| {
@@ -52,15 +55,15 @@ impl<N: TileElement> AmxBackwardCall<'_, N> {
                 true => task.piece.visible(first + lane),
                 false => 0..0,
             });
-            let per_lane = |elements: &[f32]| {
+            let per_lane = |elements: &[f32], cells: [usize; WIDTH]| {
                 Lanes(std::array::from_fn(|lane| match live[lane] {
                     true => elements[cells[lane]],
                     false => 0.0,
                 }))
             };
             tile.stats = QueryStats {
-                lse: per_lane(inputs.lse),
-                delta: per_lane(inputs.delta),
+                lse: per_lane(inputs.lse, cells),
+                delta: per_lane(inputs.delta, at(job.delta())),
                 keys,
             };
             (tile.first, tile.count, tile.dq_started) = (first, count, 0);
