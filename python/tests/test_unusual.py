@@ -244,7 +244,10 @@ def test_tensors_of_gpus_are_copied_or_answered_alike(monkeypatch):
     from encke import _encke, _gpu
     from encke.options import find, from_keywords
 
-    monkeypatch.setattr(_gpu, "_enqueue", lambda *given: _encke.enqueue(*given, 0))
+    def enqueue(found, inputs, results, clears=True):
+        return _encke.enqueue(found, inputs, results, 0, clears)
+
+    monkeypatch.setattr(_gpu, "_enqueue", enqueue)
     found = find(tuple(from_keywords({})))
     # The copies are readable, so that the next check is reached.
     across = Q.transpose(2, 3).contiguous().transpose(2, 3)

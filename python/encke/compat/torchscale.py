@@ -53,7 +53,7 @@ def patch(
         ``"exact"``: the derivative of what was computed, which a GPU computes faster.
     deterministic
         Whether a GPU sums gradients in a fixed order, so that their bits repeat. None (default): as
-        ``torch.use_deterministic_algorithms`` says.
+        ``torch.use_deterministic_algorithms`` says. Over several processes it always does.
     group, sharding
         With a sharding (``"contiguous"``, ``"zigzag"``, ...), the rows that the model gets are
         those of one process of ``group`` (default: all processes), and attention is over the rows
@@ -236,6 +236,7 @@ class _Forward:
         if sharding is not None:
             from encke.distributed import ring_attention
 
+            del options["deterministic"]
             options.update(group=group, sharding=sharding)
             return ring_attention(q, k, v, **options)
         if misplaced == "reproduce" and self._patch._slides is None:
